@@ -87,5 +87,5 @@ def test_no_way_leads_out_of_the_folder(folder: Path) -> None:
     urls += [f"file://host{folder}/in", "file:secret", "file:///etc/passwd", "file://[bad/in"]
     sentences = {refusal(sources, url) for url in urls}
     assert sentences == {
-        f"the image {WHERE} is no file in the folder of images that this server may read"
+        f"the image {WHERE} is not a file in the folder from which this server may read images"
     }

@@ -137,8 +137,8 @@ def test_a_row_that_searches_beams_brings_its_candidates() -> None:
         ),
         ({"token_edits": [TokenEdit(1, 6, (7,))]}, "token edit of row 1, which is not live"),
         ({"token_edits": [TokenEdit(0, 8, (7,))]}, "of a row with 7 tokens"),
-        ({"token_edits": [TokenEdit(0, 5, (7, 7))]}, "replaces computed ones"),
-        ({"token_edits": [TokenEdit(0, 6, ())]}, "replaces computed ones"),
+        ({"token_edits": [TokenEdit(0, 5, (7, 7))]}, "replaces computed tokens"),
+        ({"token_edits": [TokenEdit(0, 6, ())]}, "replaces computed tokens"),
         (
             {"copies": [BlockCopy(0, 8), BlockCopy(1, 8)]},
             "a block is the target of two copies",
@@ -171,7 +171,7 @@ def test_a_copy_into_a_block_of_two_rows_is_refused() -> None:
 
 def test_a_join_of_a_row_that_keeps_its_gap_is_refused() -> None:
     runner = make()
-    with pytest.raises(AssertionError, match="row 1 joins row 0, which closes no gap"):
+    with pytest.raises(AssertionError, match="row 1 joins row 0, which does not sample"):
         bad = join(chunks=[Chunk(0, 4)])
         launch(runner, plan(0, 3, 4, admit=bad.admit, forks=bad.forks, chunks=bad.chunks))
 

@@ -46,10 +46,10 @@ class AdapterStore:
         self._max_cpu_loras = max_cpu_loras
         self._threads = ThreadPoolExecutor(NUM_THREADS, "quire-adapters")
         self._lock = Lock()
-        #: By folder's path: the stamps of its files when they were read, and the digest of its
-        #: adapter.
+        #: Maps a folder's path to the stamps of its files when they were read, and the digest of
+        #: its adapter.
         self._found: dict[str, tuple[FileStamps, str]] = {}
-        #: By digest: the folders in which it was found, by path, the latest last.
+        #: Maps a digest to the folders in which it was found, by path; the latest is last.
         self._known: dict[str, dict[str, AdapterRef]] = {}
         #: Adapters by digest, the least recently used first.
         self._host: dict[str, LoRAAdapter] = {}

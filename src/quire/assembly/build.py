@@ -140,8 +140,8 @@ def build_engine(
 def _check_adapters(kind: ModelKind) -> None:
     if kind.options.enable_lora and not kind.generates:
         raise ConfigurationError(
-            "enable_lora is set, but the model embeds or scores, and adapters are served for models"
-            " that generate text only; leave it out"
+            "enable_lora is set, but the model embeds or scores, and adapters are served only for"
+            " models that generate text; leave it out"
         )
 
 

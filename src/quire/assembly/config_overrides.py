@@ -28,7 +28,8 @@ def move_overrides_to_options(options: EngineOptions) -> EngineOptions:
     said = {name: fields.pop(name) for name in _OF_TWO_TOKENS if name in fields}
     if said:
         options = _with_option(options, "score_tokens", _score_tokens(said))
-        # vLLM makes a classifier from two rows of the output head. Its scores are the same.
+        # vLLM makes a classifier from two rows of the output head. It computes the same scores as
+        # the option score_tokens.
         if str(fields.get("architectures", [""])[0]).endswith(_CLASSIFIER):
             del fields["architectures"]
     return replace(options, hf_overrides=fields or None)

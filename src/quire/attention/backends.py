@@ -38,7 +38,8 @@ class BackendEntry:
     #: imported. It returns the reason why the backend can't run, or None if it can. Without a
     #: check, the backend always can.
     why_not: str | None = None
-    #: The names of KV formats that the backend reads, beside those whose own entries name it.
+    #: Names of KV formats that the backend reads, in addition to the formats whose entries in
+    #: `KV_FORMATS` name the backend.
     kv_formats: frozenset[str] = frozenset()
 
     def load(self, name: str, device_type: str) -> "type[AttentionBackend]":
@@ -79,12 +80,13 @@ Triton is not the default on the CPU, where its interpreter only serves for chec
 
 
 def default_backends(device_type: str) -> list[str]:
-    """The backends of which the first that can serve is chosen if the user names none."""
+    """The default backends for the device type, in order. If the user names no backend, the first
+    that can serve is chosen."""
     return [name for name, entry in BACKENDS.items() if device_type in entry.default_for]
 
 
 def is_read(kv_format: str, backend: str) -> bool:
-    """Whether the backend reads the KV format. Plain formats are registered by AUTO only."""
+    """Whether the backend reads the KV format. All plain formats share the entry of AUTO."""
     readers = KV_FORMATS.get(kv_format if kv_format in KV_FORMATS else AUTO).backends
     return readers is None or backend in readers or kv_format in BACKENDS.get(backend).kv_formats
 
@@ -108,8 +110,8 @@ class AttentionOptions(Options):
         group="model",
         help="how K and V are stored: {names}",
         doc='how K and V are stored. "auto": in the model\'s dtype. "int8", "fp8" (e4m3, on a GPU):'
-        " a byte an element and a scale for each token and head. The start warns where the model's"
-        " keys don't bear it.",
+        " a byte an element and a scale for each token and head. The engine warns when it starts if"
+        " rounding the model's keys distorts attention.",
     )
 
 

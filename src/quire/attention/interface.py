@@ -7,9 +7,9 @@ of a prompt. Only the backend knows the layout inside a page.
 To add a backend, add a file here that implements `AttentionBackend`, and a line in `backends.py`.
 
 A latent layer (multi-head latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1) stores one
-vector per token. All query heads use the vector as their key, and its first elements as their
-value. The model applies each head's key projection to the query and its value projection to the
-result. It does so in prefill and in decode, so a token's result is the same in both phases.
+vector per token. The vector is the key of each query head, and its first elements are the value.
+The model applies each head's key projection to the query and its value projection to the result. It
+does so in prefill and in decode, so a token's result is the same in both phases.
 
 Shapes: T tokens and S sequences of the step. R rows of the block tables, N blocks of B tokens.
 Hq query heads, Hkv KV heads, D head size, Dv value size (D in most layers).

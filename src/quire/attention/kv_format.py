@@ -66,7 +66,7 @@ class Plain(VectorFormat):
 class KVFormat:
     """How keys and values are stored. A latent layer stores its vectors as keys, not rotated."""
 
-    #: The name by which the format is registered; of a plain format, its dtype's name.
+    #: The name by which the format is registered. A plain format has the name of its dtype.
     name: str
     keys: VectorFormat
     values: VectorFormat

@@ -33,8 +33,8 @@ class KeyProbe(ExactAttention):
     def __init__(self, specs: tuple[AttentionSpec, ...], form: KVFormat) -> None:
         super().__init__(specs)
         self._form = form
-        #: By layer, the mean Kullback-Leibler divergence, in nats, of a query's attention over
-        #: rounded keys from its attention over exact keys.
+        #: For each layer, the mean Kullback-Leibler divergence, in nats, of a query's attention
+        #: over rounded keys from its attention over exact keys.
         self.divergence: dict[int, float] = {}
 
     def _weights(

@@ -83,7 +83,7 @@ class _Call:
     #: last slot.
     first: int = 0
     end: int | None = None
-    #: Indices of the slots that no query sees, counted over all tiles; None if there are none.
+    #: Indices of slots hidden from all queries, counted over all tiles; None without such slots.
     hidden: torch.Tensor | None = None
     #: [n, 1, 1, l] or [m, l], added to the scores.
     mask: torch.Tensor | None = None

@@ -72,7 +72,7 @@ class PlannedList(Generic[A]):
 class PlanLayout:
     """The places of all work lists in the buffer."""
 
-    #: By kind of layers.
+    #: The bounds for each kind of layers.
     bounds: tuple[ListBounds, ...]
 
     @property

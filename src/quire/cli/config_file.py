@@ -46,7 +46,7 @@ class Entry:
     flag: str
     #: The key or the variable, as it is written.
     name: str
-    #: One or more texts as they are written, or one boolean.
+    #: The texts as written in the file, at least one; or a boolean.
     values: tuple[str, ...] | bool
     #: The file and the line, or the variable.
     place: str

@@ -361,7 +361,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "--costs",
         default=DEFAULT_COSTS,
         metavar="FILE",
-        help="where what was measured is kept (%(default)s)",
+        help="file with the measured times (%(default)s)",
     )
     group.add_argument("--json", action="store_true", help="print one object in JSON")
     # Conversion to another format, instead of a replay.
@@ -422,8 +422,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="own",
         metavar="PRECISION",
-        help="first load the model, also in another precision of the table, and measure the times"
-        " of its steps; the results are kept",
+        help="first load the model, in its own precision or in PRECISION from the table, and"
+        " measure the times of its steps; the results are kept",
     )
     group.add_argument(
         "--measure-time",
@@ -436,7 +436,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--costs",
         default=DEFAULT_COSTS,
         metavar="FILE",
-        help="where what was measured is kept (%(default)s)",
+        help="file with the measured times (%(default)s)",
     )
     group.add_argument("--json", action="store_true", help="print one object in JSON")
     add_engine(parser)

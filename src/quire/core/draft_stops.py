@@ -1,9 +1,10 @@
 """Decides where a drafter stops, from the probabilities that it gives its own drafts.
 
-A drafter computes a probability for each token that it proposes. High ones are usually accepted,
-low ones rejected, so the chance of a draft is known once the draft is. Probabilities fall into a
-few grades, and the chance of acceptance is learned for each grade (`speculation.speculator`). The
-drafter stops where its next run is expected to bring less than it takes.
+A drafter computes a probability for each token that it proposes. Drafts with a high probability are
+usually accepted, and drafts with a low one are rejected. So the chance of acceptance can be
+estimated before a draft is verified. Probabilities fall into a few grades, and the chance is
+learned for each grade (`speculation.speculator`). The drafter stops when its next run is expected
+to cost more time than it saves.
 """
 
 from bisect import bisect_right
@@ -45,8 +46,8 @@ class DraftStop(NamedTuple):
         return tuple(found)
 
     def allows_next(self, token_id: int, probabilities: Sequence[float]) -> bool:
-        """Whether the drafter goes on behind its drafts so far. They have these probabilities, and
-        token_id is the last of them."""
+        """Whether the drafter proposes another token. `probabilities` are those of its drafts so
+        far, and token_id is the last draft."""
         if token_id in self.end_token_ids:
             return False
         chance = self.next_chances[grade_of(probabilities[-1])]

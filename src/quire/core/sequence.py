@@ -224,8 +224,8 @@ class Sequence:
             and params.prompt_logprobs is None
             and params.logprobs is None
         )
-        #: The grammar that its tokens obey, or None. With a grammar, its next step is planned only
-        #: once all its tokens are known.
+        #: The grammar that the tokens obey; None without a grammar. With a grammar, the next step
+        #: is planned only once all tokens are known.
         self.constraint: Constraint | None = None
         #: Spans of its prompt that stand for contents, in ascending order.
         self.content_spans: tuple[ContentSpan, ...] = ()

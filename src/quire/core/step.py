@@ -264,9 +264,9 @@ class Drafted(NamedTuple):
 class Drafts(NamedTuple):
     """The result of a plan's draft orders."""
 
-    #: By row; each row that was ordered is there.
+    #: Maps each row with a draft order to its drafts.
     of_rows: Mapping[int, Drafted]
-    #: The seconds that it took.
+    #: The seconds that drafting took.
     seconds: float
 
 

@@ -185,7 +185,7 @@ class FleetDispatcher:
             if message.request_id in replica.requests and message.request_id not in replica.leaving:
                 self._book.fail(message.request_id, error_from(message))
             return
-        # This loop runs for each token, so it looks up as little as possible.
+        # This loop runs for each token, so the attributes are looked up before it.
         requests, leaving = replica.requests, replica.leaving
         without_tokens, attribution = replica.without_tokens, self.trials.attribution
         for output in message.outputs:

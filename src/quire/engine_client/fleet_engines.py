@@ -64,7 +64,7 @@ class FleetEngines:
         self._start_limit_s: float | None = None
         #: Names of the engines that are being ended on purpose.
         self._ending: set[str] = set()
-        #: By name of each lost engine: its engine id, and the ids of its open requests.
+        #: Maps the name of each lost engine to its engine id and the ids of its open requests.
         self._lost: dict[str, tuple[str, list[str]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changes = asyncio.Lock()
@@ -242,7 +242,7 @@ class FleetEngines:
             self._later(engine.shutdown(drain=False, timeout_s=0.0, reason=None))
             return
         engine_id, request_ids = self._lost.pop(engine.name, ("", []))
-        # The process that counted as lost is alive, so its requests did not kill it.
+        # The process was only unreachable and is still alive, so no request has killed it.
         if engine_id and engine_id == engine.facts.get("engine_id"):
             self._dispatcher.undo_losses(request_ids)
         self._dispatcher.on_ready(engine.name, link, engine.limits, engine.facts)

@@ -39,7 +39,7 @@ class RequestStream:
     __slots__ = ("_abort", "_has_ended", "_open_ids", "_sink")
 
     def __init__(self, abort: Abort, request_ids: set[str], sink: OutputSink) -> None:
-        """Takes ownership of `request_ids`. `abort` is the dispatcher's."""
+        """Takes ownership of `request_ids`. `abort` is the dispatcher's method."""
         self._abort = abort
         self._open_ids = request_ids
         self._sink = sink
@@ -68,7 +68,7 @@ class RequestStream:
         self._open_ids.discard(request_id)
 
     def end_if_done(self) -> None:
-        """End the stream if aborts have ended its last branch, since these bring no output. Called
+        """End the stream if its last branch was aborted, since an abort produces no output. Called
         by the dispatcher."""
         if not self._open_ids:
             self.end(None)
@@ -141,8 +141,8 @@ class OpenRequest:
 class RequestBook:
     """All open requests.
 
-    Invariant: a request is in the book exactly as long as outputs that its client wants may come
-    for it. `num_open` counts the open branches of all requests.
+    Invariant: the book holds a request exactly while engines may still send outputs that its client
+    wants. `num_open` counts the open branches of all requests.
     """
 
     def __init__(
@@ -183,8 +183,8 @@ class RequestBook:
         """Add the requests of one call.
 
         Returns their stream, and each request with its encoded AddRequest message, in which the
-        values of contents are missing. Raises
-        OverloadedError or InvalidRequestError; then no request was added.
+        values of contents are missing. Raises OverloadedError or InvalidRequestError; then no
+        request was added.
         """
         # First, refuse requests that can't be added or sent.
         self.check_room(sum(request.n for request in requests))

@@ -7,7 +7,7 @@ After MESSAGES_S the remaining messages wait until after the step, so that a cal
 prompts does not delay streams. If the API server does not read its outputs, the loop stops stepping
 but still reads messages.
 
-Uses no text, no HTTP and no asyncio. Called by `engine_main`.
+Independent of text, HTTP and asyncio. Called by `engine_main`.
 """
 
 import dataclasses

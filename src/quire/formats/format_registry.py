@@ -75,8 +75,8 @@ class FormatOptions(Options):
         help="round weights to {names} while loading",
         doc="rounds the weights of linear layers during loading, from any checkpoint: "
         + ", or ".join(f"to {name}, with {e.description}" for name, e in weight_formats().items())
-        + ". Both multiply with activations of eight bits, with a scale per 256 or 128 inputs."
-        " Norms, biases and the embedding are not rounded. None: nothing is.",
+        + ". In both, activations are rounded to eight bits, with a scale per 256 or 128 inputs."
+        " Norms, biases and the embedding are not rounded. None: no weights are rounded.",
         flag=Flag(shown="none"),
     )
 

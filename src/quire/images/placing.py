@@ -97,7 +97,7 @@ def place_images(
 ) -> PromptImages:
     """The spans of images in the tokens of a prompt whose placeholders were replaced.
 
-    span_ids: the tokens of which spans consist. Raises InvalidRequestError if the prompt has other
+    span_ids: the special tokens that fill spans. Raises InvalidRequestError if the prompt has other
     such tokens, which would be read as parts of an image.
     """
     places = [at for at, token_id in enumerate(token_ids) if token_id in span_ids]

@@ -13,7 +13,7 @@ from quire.images.image_options import ImageOptions
 from quire.images.wrong_media import wrong_media
 
 _MAX_HEAD = 200
-"""Characters of a data: URL before its comma."""
+"""Maximum number of characters of a data: URL before its comma."""
 
 _PIECE = 1 << 20
 """Characters of base64 that are decoded at once; a multiple of 4."""
@@ -61,7 +61,7 @@ def _read_data(url: str, where: str) -> bytes:
             where, f"is a data: URL without a comma in its first {_MAX_HEAD} characters"
         )
     kind, *others = head.split(";")
-    # The decoder says which formats of videos it reads.
+    # Videos pass this check, since the error of the decoder lists the formats that it reads.
     if kind and not kind.strip().lower().startswith(("image/", "video/")):
         raise wrong_media(where, f"is a data: URL of the type {shown(kind)}, but must be an image")
     if not others or others[-1].strip().lower() != "base64":
@@ -91,10 +91,12 @@ def decode_base64(data: str, where: str) -> bytes:
 def _read_file(url: str, folder: Path, where: str) -> bytes:
     """The bytes of a file below a folder.
 
-    A missing file and a file outside of the folder get one answer, so that nobody learns which
-    files exist.
+    The error is the same for a missing file and a file outside of the folder, so that clients
+    don't learn which files exist.
     """
-    missing = wrong_media(where, "is no file in the folder of images that this server may read")
+    missing = wrong_media(
+        where, "is not a file in the folder from which this server may read images"
+    )
     try:
         parts = urlsplit(url)
         path = Path(unquote(parts.path, errors="strict")).resolve(strict=True)
@@ -103,8 +105,8 @@ def _read_file(url: str, folder: Path, where: str) -> bytes:
     if parts.netloc not in ("", "localhost") or not path.is_relative_to(folder):
         raise missing
     try:
-        # The path was resolved, so a link here was put there in the meantime. Without O_NONBLOCK,
-        # opening a pipe would wait for its writer.
+        # O_NOFOLLOW refuses a link that has replaced the file since the path was resolved. Without
+        # O_NONBLOCK, opening a pipe would wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         raise missing from None

@@ -1,7 +1,7 @@
 """Rope types and their tables of cosines and sines.
 
 Each rope type is a dataclass with its formula's parameters. Its `frequencies` follow transformers
-(`modeling_rope_utils.py`), because checkpoints are tuned for these formulas. Formulas that depend
+(modeling_rope_utils.py), because checkpoints are tuned for these formulas. Formulas that depend
 on the context's length use max_model_len, so that cached keys stay valid when a sequence grows.
 
 `models.rope_config` reads the types from config.json. Called by the models.

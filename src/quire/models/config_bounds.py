@@ -144,7 +144,7 @@ def checked_integer(what: str, name: str, value: Any) -> int:
     Raises CheckpointError, whose message begins with `what`.
     """
     bounds = INTEGERS[name]
-    # Bounds are floats. They become integers, so that comparisons don't round.
+    # Convert the bounds from floats to integers, so that comparisons don't round.
     lowest, highest = int(bounds.lowest), int(bounds.highest)
     if type(value) is not int or not lowest <= value <= highest or value % bounds.multiple_of:
         kind = "an integer" if bounds.multiple_of == 1 else f"a multiple of {bounds.multiple_of}"

@@ -129,7 +129,7 @@ def _tier_metrics(tiers: Mapping[str, Any]) -> list[Metric]:
 
 
 def _draft_metrics(drafts: Mapping[str, Any]) -> list[Metric]:
-    """The metrics of speculation. vLLM's scripts read those of its names."""
+    """The metrics of speculation. Some have vLLM's names, since scripts for vLLM read them."""
     totals = DraftTotals.of(drafts)
     found: list[Metric] = [
         CounterMetric(name, sum(counts[key]), labels={"proposer": proposer})

@@ -46,11 +46,11 @@ Message = Mapping[str, Any]
 logger = get_logger(__name__)
 
 FOREIGN_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "chat_template_content_format": (("auto",), "the template tells the content format"),
-    "prediction": ((), "it stands in each prompt, as in {'prompt': ..., 'prediction': '...'}"),
-    "priority": ((), "it stands in each prompt, as in {'prompt': ..., 'priority': 1}"),
+    "chat_template_content_format": (("auto",), "the content format follows from the template"),
+    "prediction": ((), "set it in each prompt, as in {'prompt': ..., 'prediction': '...'}"),
+    "priority": ((), "set it in each prompt, as in {'prompt': ..., 'priority': 1}"),
     "prompt_token_ids": ((), "prompts takes it, as in [{'prompt_token_ids': [...]}]"),
-    "reasoning_effort": ((), "chat_template_kwargs has what the model's template reads"),
+    "reasoning_effort": ((), "set it in chat_template_kwargs if the template reads it"),
     "tokenization_kwargs": (({},), "SamplingParams(truncate_prompt_tokens=...) shortens a prompt"),
 }
 """Further arguments of vLLM's generate and chat. Each has the values that are accepted because they
@@ -143,7 +143,8 @@ class LLM(PoolingEngine):
             prediction, the text or token ids that are expected, for drafts; and priority,
             tenant, cache_salt, deadline_s and speculation_history; see
             `engine_client.inputs.RequestOptions`.
-        `sampling_params`: one for all prompts, or one for each; None means the model's defaults.
+        `sampling_params`: one for all prompts, or a list with one for each; None means the model's
+            defaults.
         `use_tqdm`: whether a progress bar is shown if the call takes long.
         `lora_request`: the adapter for all prompts, or a list with an adapter or None for each;
             needs enable_lora.
@@ -152,8 +153,9 @@ class LLM(PoolingEngine):
 
         Raises InvalidRequestError before any prompt of this call is run. If a request's own
         computation fails, or its adapter can't be read, its finish_reason is "error" and its
-        `error` says why; the others go on. Prompts behind 2 GiB of images (as the encoder's input)
-        are read while others run, so they end in this way if they are wrong.
+        `error` says why; the others go on. Once the images of this call's prompts take 2 GiB (as
+        the encoder's input), further prompts are read while others run. If one of these is invalid,
+        its finish_reason is "error", too.
         """
         settings = others.pop("mm_processor_kwargs", None)
         _check_others("generate", others)
@@ -272,7 +274,7 @@ class LLM(PoolingEngine):
         try:
             self._requests.open(group)
             return BranchHandle(self._requests, group.assemblers[0], 0, params)
-        except BaseException:  # such as Ctrl-C: the caller gets no handle that it could close
+        except BaseException:  # such as Ctrl-C: the caller gets no handle to close
             self._requests.close(group)
             raise
 

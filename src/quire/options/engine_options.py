@@ -166,9 +166,10 @@ class SizeOptions(Options):
         Bytes(LEAST_KV_BYTES, usual_unit="GiB"),
         group="memory",
         help="size of the KV cache, such as 2GiB",
-        doc='bytes of the KV cache, or text such as "2GiB". Without this and the next two: on a'
-        " GPU, gpu_memory_utilization is 0.9; on the CPU, what max_num_seqs full-length sequences"
-        " need, but at most 30% of the free memory.",
+        doc='bytes of the KV cache, or text such as "2GiB". If neither this nor'
+        " num_blocks nor gpu_memory_utilization is given: on a GPU, gpu_memory_utilization is 0.9;"
+        " on the CPU, the size is that of max_num_seqs full-length sequences, but at most 30% of"
+        " the free memory.",
     )
     num_blocks: int | None = option(
         None,
@@ -300,17 +301,17 @@ class EngineOptions(
         Whole(1),
         group="memory",
         help="engines that are started on this machine and share its memory; --replicas sets it",
-        doc="engines of the same options that are started on this machine: where no size is given,"
-        " each takes its share of the memory that is free. A fleet sets it.",
+        doc="number of engines with these options on this machine. If no size of the KV cache is"
+        " given, each takes its share of the free memory. A fleet sets it.",
         flag=Flag(metavar="N"),
     )
     engines_on_nodes: int = option(
         1,
         Whole(1),
         group="memory",
-        help="number of these engines that use this one's memory nodes; --replicas sets it",
-        doc="number of these engines, this one included, whose memory is on the nodes that `numa`"
-        " names. A fleet sets it.",
+        help="engines that use the same memory nodes as this one; --replicas sets it",
+        doc="number of engines, this one included, whose memory is on the nodes that `numa` names."
+        " A fleet sets it.",
         flag=Flag(metavar="N"),
     )
     tells_fingerprint: bool = option(

@@ -32,10 +32,10 @@ class PoolingOptions(Options):
         None,
         OneOf(POOLING_TYPES, others=OTHER_POOLING_TYPES),
         group="model",
-        help=f"whose hidden states become an embedding: {', '.join(POOLING_TYPES)}",
-        doc="whose hidden states become an embedding: those of the first token (cls), the last, or"
-        " the mean of all. None: as the folder says (1_Pooling/config.json). If it says nothing,"
-        " the last of a decoder and the mean of an encoder.",
+        help=f"hidden states that become an embedding: {', '.join(POOLING_TYPES)}",
+        doc="the hidden states that become an embedding: those of the first token (cls), of the"
+        " last token, or the mean of all. None: as the folder says (1_Pooling/config.json). If it"
+        " says nothing, last for a decoder and mean for an encoder.",
     )
     score_tokens: str | None = option(
         None,

@@ -20,7 +20,8 @@ from quire.simulation.virtual_engine import EngineShape
 #: Saturation rates that differ by less than this share count as equal, since the measurements are
 #: not more exact.
 EQUAL_SHARE = 0.02
-#: Each replica gets at most this share of its saturation rate. Near 1, queues grow without bound.
+#: The largest share of its saturation rate that a replica is loaded with. At a share near 1, queues
+#: grow without bound.
 HEADROOM = 0.85
 MOST_REPLICAS = 64
 

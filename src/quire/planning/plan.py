@@ -36,7 +36,7 @@ from quire.simulation.virtual_engine import EngineShape
 from quire.speculation.speculation_options import AUTO, OFF
 from quire.version import __version__
 
-#: Stands for the precision of the given options, or if they name none, of the model's files.
+#: Stands for the formats that the given options name, or else for those of the model's files.
 OWN = "own"
 TRIED_NUM_SEQS = (64, 16, 4)
 TRIED_RATIOS = (SERVED_MAX_ITL_RATIO, 0.0)
@@ -370,7 +370,7 @@ def measure_costs(
 
 def _is_as(candidate: Candidate, found: Expectation) -> bool:
     """Whether a candidate has the same results as `found`: only max_num_seqs differs, and the runs
-    of `found` never had as many rows as that limit."""
+    of `found` always had fewer rows than the candidate's max_num_seqs."""
     same = replace(candidate.shape, max_num_seqs=found.candidate.shape.max_num_seqs)
     used = max(found.served.most_rows, found.saturated.most_rows)
     return same == found.candidate.shape and used < candidate.shape.max_num_seqs

@@ -24,7 +24,7 @@ def gated_delta(
     state: torch.Tensor,
     inputs: GatedDeltaInputs,
 ) -> Moved:
-    """Compute GatedDeltaSpec's formula, as transformers' `torch_recurrent_gated_delta_rule`."""
+    """Compute GatedDeltaSpec's formula, as transformers' torch_recurrent_gated_delta_rule."""
     q, k, v, g, beta = (part.to(state.dtype) for part in inputs)
     if spec.normalizes:
         q, k = (x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for x in (q, k))
@@ -48,7 +48,7 @@ def mamba2(
     inputs: Mamba2Inputs,
     weights: Mamba2Weights,
 ) -> Moved:
-    """Compute Mamba2Spec's formula, as transformers' `mamba2_selective_state_update`."""
+    """Compute Mamba2Spec's formula, as transformers' mamba2_selective_state_update."""
     x, dt, b, c = (part.to(state.dtype) for part in inputs)
     if weights.dt_bias is not None:
         dt = dt + weights.dt_bias.to(state.dtype)

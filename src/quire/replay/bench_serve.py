@@ -119,9 +119,11 @@ def _add_load(group: Any, spec: ServedLoadSpec) -> None:
         metavar="N",
         help="most requests that are open at once (no bound)",
     )
-    # Last, the lengths, and what is the same for all loads.
+    # Last, the flags for lengths, and those that apply to all loads.
     _add_lengths(group, spec)
-    group.add_argument("--seed", type=int, default=spec.seed, help="of the draws (%(default)s)")
+    group.add_argument(
+        "--seed", type=int, default=spec.seed, help="seed of the draws (%(default)s)"
+    )
     group.add_argument(
         "--num-warmups",
         type=int,
@@ -184,13 +186,15 @@ def _add_results(group: Any) -> None:
     group.add_argument(
         "--save-result",
         action="store_true",
-        help="the same, to a file that is named after rate, model and time",
+        help="write the results to a file that is named after rate, model and time",
     )
     group.add_argument(
         "--result-dir", metavar="DIR", default="", help="folder of the file of results (this one)"
     )
     group.add_argument(
-        "--save-detailed", action="store_true", help="the file has the times of each request, too"
+        "--save-detailed",
+        action="store_true",
+        help="write the times of each request to the file of results, too",
     )
     group.add_argument("--json", action="store_true", help="print the results as JSON instead")
 

@@ -91,9 +91,9 @@ async def complete(
     path: str = "/v1/completions",
     leave_after: int | None = None,
 ) -> StreamedAnswer:
-    """Stream a completion, or a chat with the path of chats, to its end.
+    """Stream a completion to its end; or a chat, if `path` is that of the chat API.
 
-    With `leave_after`, the connection is closed after that number of tokens.
+    With `leave_after`, close the connection after this number of tokens.
 
     Raises OSError if the connection fails, asyncio.IncompleteReadError if the answer breaks off,
     and ValueError if the answer is malformed.
@@ -143,7 +143,7 @@ def _taken(answer: StreamedAnswer, event: Mapping[str, Any]) -> int:
 
 
 def _said(delta: Mapping[str, Any]) -> object:
-    """The text of a chat's event, be it reasoning or answer."""
+    """The text in an event of a chat: reasoning or answer."""
     return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
 
 

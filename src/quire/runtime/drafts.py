@@ -1,8 +1,9 @@
 """The drafts that a step verifies, in the order in which they are verified.
 
 `core.step` says how drafts are verified. `batch.RowBatch` finds a step's drafts, and `model_runner`
-verifies them in rounds: a round samples after the first draft of each row, after the second, and so
-on. Rows whose tokens depend on nothing but logits are sampled before, at all positions at once.
+verifies them in rounds. Round i verifies draft i of each row, counted from 0, and samples the token
+after it. Before the rounds, rows whose tokens depend only on logits are sampled at all positions at
+once.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class DraftRound(NamedTuple):
-    """The drafts at one place behind the tokens of their rows."""
+    """The drafts that are verified in one round, with at most one draft of a row."""
 
     rows: Int64
     #: Parallel to `rows`.
@@ -29,7 +30,7 @@ class DraftRound(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepDrafts:
-    """All D drafts of a step: the first draft of each row, the second ones, and so on."""
+    """All D drafts of a step: the first draft of each row, then the second ones, and so on."""
 
     #: The number of drafts of each sequence of the step.
     counts: Int64

@@ -87,8 +87,8 @@ class ServerConfig(Options):
         Texts(is_list=True),
         group="model",
         help="the model's name for clients; several may be given",
-        doc="the model's names for clients, all of which are listed and taken; an answer has the"
-        ' one that was asked for. Without any: the model as it was named, or "embedded".',
+        doc="the model's names for clients, all of which are listed and accepted; an answer has the"
+        ' name that its call used. If none is given: the MODEL argument, or "embedded".',
         flag=Flag(metavar="NAME", shown="MODEL"),
     )
     drain_timeout_s: int = option(
@@ -111,9 +111,9 @@ class ServerConfig(Options):
         group="server",
         help="unknown fields of a body: refuse, or ignore and name them in a header"
         " (X-Ignored-Fields)",
-        doc="refuse a body's unknown fields, those inside of its objects too, or ignore them; None:"
-        " as each API's clients expect it, which is to refuse them at the top level but in Messages"
-        " and Responses, and to ignore labels inside of messages, tools and options.",
+        doc="refuse a body's unknown fields, including those of nested objects, or ignore them;"
+        " None: Messages, Responses and Ollama's API ignore them, other APIs refuse them at the top"
+        " level, and all APIs ignore labels inside of messages, tools and options.",
         flag=Flag(shown="by API"),
     )
     tool_call_parser: str | None = option(
@@ -121,8 +121,8 @@ class ServerConfig(Options):
         Text(),
         group="chat",
         help="the dialect in which the model calls tools, as hermes, llama3, mistral",
-        doc="the dialect in which the model calls tools; None: found by its response template or"
-        " its chat template.",
+        doc="the dialect in which the model calls tools; None: the dialect of its"
+        " response template or chat template.",
         flag=Flag(shown="by the chat template"),
     )
     reasoning_parser: str | None = option(
@@ -130,7 +130,8 @@ class ServerConfig(Options):
         Text(),
         group="chat",
         help="the dialect in which the model thinks before it answers",
-        doc="the dialect in which the model thinks before it answers; None: that of its calls.",
+        doc="the dialect in which the model thinks before it answers; None: the dialect of its tool"
+        " calls.",
         flag=Flag(shown="that of the tool calls"),
     )
     chat_template_file: str | None = option(
@@ -145,7 +146,7 @@ class ServerConfig(Options):
         JsonObject(),
         group="chat",
         help='variables of the chat template, such as {"enable_thinking": false}; a call\'s own'
-        " chat_template_kwargs go before them",
+        " chat_template_kwargs take precedence",
         flag=Flag(shown="none"),
     )
     exclude_tools_when_tool_choice_none: bool = option(
@@ -164,7 +165,7 @@ class ServerConfig(Options):
         False,
         Switch(),
         group="chat",
-        help="log-probabilities name tokens as token_id:42, where a call does not say otherwise",
+        help="log-probabilities name tokens as token_id:42, unless a call says otherwise",
     )
     lora_modules: tuple[str, ...] = option(
         (),
@@ -205,11 +206,11 @@ class ServerConfig(Options):
         (),
         Texts("a name", reads_json=True),
         group="access",
-        help="name by which clients call the server; may be repeated; '*': any. IP addresses and"
-        " localhost always are",
-        doc="names by which clients call the server, beside IP addresses and localhost; '*': any."
-        " Without any: a server without keys on a loopback address answers to no other name, all"
-        " others answer to any.",
+        help="name by which clients may call the server; may be repeated; '*': any. IP addresses"
+        " and localhost are always allowed",
+        doc="names by which clients may call the server, besides IP addresses and localhost; '*':"
+        " any. If none is given: a server without keys on a loopback address refuses all other"
+        " names, and any other server accepts all.",
         flag=Flag(metavar="NAME", shown="see docs/security.md"),
     )
     page: bool = option(
@@ -255,8 +256,10 @@ class ServerConfig(Options):
         None,
         Bytes(),
         group="limits",
-        help="the same of one tenant's calls, where there are keys; above: 429",
-        doc="the same of one tenant's calls, where there are keys; None: half of it.",
+        help="like --max-total-body-bytes, for the calls of one tenant if there are keys; above:"
+        " 429",
+        doc="like max_total_body_bytes, for the calls of one tenant if there are keys; None: half"
+        " of max_total_body_bytes.",
         flag=Flag(shown="half of --max-total-body-bytes"),
     )
     max_connections: int | None = option(
@@ -294,9 +297,10 @@ class ServerConfig(Options):
         None,
         Bytes(),
         group="limits",
-        help="memory for each tenant's stored responses, such as 256MiB: previous_response_id goes"
-        " on from them; the one used least recently goes first",
-        doc="memory for each tenant's responses, kept for previous_response_id; None: none is.",
+        help="memory for the responses of each tenant that previous_response_id can continue, such"
+        " as 256MiB; the least recently used one is dropped first",
+        doc="memory for each tenant's responses, which are stored for previous_response_id; None:"
+        " no response is stored.",
         flag=Flag(shown="none is stored"),
     )
     batch_dir: str | None = option(
@@ -334,8 +338,8 @@ class ServerConfig(Options):
         1,
         Whole(1),
         group="fleet",
-        help="engines of this model, as processes of this machine: each has processors, or a GPU,"
-        " of its own",
+        help="engines of this model, as processes of this machine; each has its own processors or"
+        " its own GPU",
         flag=Flag(metavar="N"),
     )
     max_replicas: int | None = option(
@@ -349,7 +353,7 @@ class ServerConfig(Options):
         1.0,
         Seconds(),
         group="fleet",
-        help="how long a prompt may wait for those before it, before another engine is started",
+        help="how long a prompt may wait for earlier prompts before another engine is started",
     )
     agents: tuple[str, ...] = option(
         (),
@@ -385,16 +389,17 @@ class ServerConfig(Options):
         None,
         Text("a file"),
         group="fleet",
-        help="the key that this server and its agents share",
-        doc="file with the key that this server and its agents share; with Ray, one is made where"
-        " none is named.",
+        help="file with the key that this server and its agents share",
+        doc="file with the key that this server and its agents share; with Ray, a key is made if no"
+        " file is given.",
         flag=Flag(metavar="FILE", shown="none"),
     )
     link_heartbeat_s: float = option(
         DEFAULT_HEARTBEAT_S,
         Seconds(),
         group="fleet",
-        help="after this silence a machine counts as lost, and its streams go on elsewhere",
+        help="a machine that is silent for this time counts as lost; its streams continue on"
+        " others",
     )
     routing_policy: str = option(
         DEFAULT_ROUTING_POLICY,
@@ -406,10 +411,10 @@ class ServerConfig(Options):
         None,
         Seconds(),
         group="server",
-        help="release the model's memory after this time without a request; the next one loads it"
-        " again",
-        doc="release the model's memory after this time without a request; the next one loads it"
-        " again. None: the model stays.",
+        help="release the model's memory after this time without a request; the next request loads"
+        " the model again",
+        doc="release the model's memory after this time without a request; the next request loads"
+        " the model again. None: the model stays.",
         flag=Flag("idle-unload", metavar="S", shown="the model stays"),
     )
     manage_models: bool = option(
@@ -495,7 +500,8 @@ class ServerConfig(Options):
         64,
         Whole(64, 512),
         group="recording",
-        help="tokens of a block whose equality is recorded, from 64 to 512; smaller ones tell more",
+        help="size in tokens, from 64 to 512, of the blocks whose equality is recorded; smaller"
+        " blocks reveal more about the texts",
     )
     record_time_ms: int = option(
         1,
@@ -519,5 +525,5 @@ class ServerConfig(Options):
 
     @property
     def has_one_engine(self) -> bool:
-        """Whether each model has a single engine, on this machine, and will never have another."""
+        """Whether each model always has exactly one engine, on this machine."""
         return self.replicas == (self.max_replicas or 1) == 1 and not self.is_over_machines

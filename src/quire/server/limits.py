@@ -133,8 +133,8 @@ def check_text(
             param,
         )
     raise PromptTooLongError(
-        f"the prompt has {len(text)} characters, more than the tokens of any prompt hold"
-        f" (max_model_len is {max_model_len}); shorten the prompt",
+        f"the prompt has {len(text)} characters, which can't fit into max_model_len"
+        f" ({max_model_len}) tokens; shorten the prompt",
         param,
     )
 

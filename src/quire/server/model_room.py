@@ -20,12 +20,12 @@ from quire.server.model_moves import ModelMoves
 from quire.server.service import Service
 
 PATIENCE_S = 2.0
-"""Seconds for which a call waits, and a loaded model stays, before models in use get no new calls.
-It bounds how often two models replace each other."""
+"""Models in use get no new calls once a call has waited for memory, and all loaded models have been
+in memory, for this many seconds. The delay bounds how often two models replace each other."""
 
 REST_S = 30.0
-"""Seconds after the latest live call of a model in which batches take no memory from it. Otherwise
-each pause between two live calls would cost them a load."""
+"""Batches may unload a model only this many seconds after its latest live call. Otherwise each
+pause between two live calls would cost the model a load."""
 
 logger = get_logger(__name__)
 
@@ -149,8 +149,8 @@ class ModelRoom:
                 self._advance()
 
     def on_failed(self, model: HostedModel, service: Service, error: QuireError) -> None:
-        """Take a model out of the memory whose engines have failed for good. A model that is being
-        loaded or unloaded learns it by the error of that."""
+        """Discard a loaded model whose engines have failed for good. For a model that is being
+        loaded or unloaded do nothing, since the load or unload raises the error."""
         if model.service is service and model.phase is Phase.LOADED and not self._is_closed:
             self._moves.begin_discard(model, service, error)
 
@@ -177,7 +177,8 @@ class ModelRoom:
             if model.waiting and model.phase is not Phase.LOADING and model not in self._queue:
                 self._queue.append(model)
         self._unload_idle(self.reserved_bytes - self._leaving_bytes - self.budget_bytes)
-        # The first model of the queue comes first. Those of batches don't hold up the others.
+        # Serve the queue in order. A model for which only batches wait does not hold up the models
+        # after it.
         for model in list(self._queue):
             needs_room = model.waiting and model.phase is not Phase.LOADED
             if not needs_room or (model.phase is Phase.UNLOADED and self._make_room(model)):
@@ -195,8 +196,8 @@ class ModelRoom:
         return sum(each.reserved_bytes for each in self._models if each.phase is Phase.UNLOADING)
 
     def _make_room(self, model: HostedModel) -> bool:
-        """Begin to load the model if it fits, or to unload others. Returns whether it need no
-        longer wait."""
+        """Begin to load the model if it fits, or to unload others. Returns True if the model need
+        not wait any longer."""
         needed = model.needed_bytes
         assert needed is not None, "`enter` has prepared it"
         pinned = sum(each.reserved_bytes for each in self._models if each.is_pinned)
@@ -224,7 +225,7 @@ class ModelRoom:
             return False
         if missing <= 0 or self._unload_idle(missing):
             return False
-        # Models in use must give their memory: after a while they get no new calls.
+        # Only models in use can free the memory: after a while, stop giving them calls.
         candidates = self._by_use()
         since_s = max([model.waiting[0].since_s, *(each.loaded_at_s for each in candidates)])
         if (left_s := since_s + PATIENCE_S - self._loop.time()) > 0:

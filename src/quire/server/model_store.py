@@ -127,7 +127,7 @@ def _hub_id(name: str) -> str:
 
 
 def _check_disk(name: str, num_bytes: int) -> None:
-    """Raises ModelChangeError if `num_bytes` more would fill the disk beyond its kept share."""
+    """Raises ModelChangeError if `num_bytes` more would leave less than KEPT_FREE of the disk."""
     from huggingface_hub import constants  # this import takes long, too
 
     folder = Path(constants.HF_HUB_CACHE)

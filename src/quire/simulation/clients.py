@@ -120,8 +120,8 @@ class Clients:
     def resumed(self, request: Request, clients: list[Client]) -> Request:
         """The request under which a new engine continues one of `cut_off`.
 
-        An engine knows no forks that it did not make, so each continues as a request of its own.
-        Its planned abort lapses.
+        A new engine does not know the forks of the old one, so each fork continues as a separate
+        request. Its planned abort is dropped.
         """
         client, old_id = clients[0], request.request_id
         index = client.branch_index

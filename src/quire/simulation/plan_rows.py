@@ -103,7 +103,7 @@ class PlanCounts(NamedTuple):
 
 
 def count_changes(plan: StepPlan) -> PlanCounts:
-    """Count a plan's changes, which need not have been made."""
+    """Count a plan's changes, whether or not they have been carried out."""
     of_kind = dict.fromkeys(EditKind, 0)
     for edit in plan.table_edits:
         of_kind[edit.kind] += len(edit.block_ids)
@@ -134,7 +134,7 @@ class PlanRow:
     num_computed: int
     #: The block table of each KV group.
     tables: list[list[int]]
-    #: The largest `num_computed` that a TRUNCATE has lowered; 0 if there was none.
+    #: The largest value of `num_computed` before a TRUNCATE lowered it; 0 without a TRUNCATE.
     num_cut: int = 0
     #: The number of drafts that a step in flight verifies. `num_tokens` and `num_computed` count as
     #: if all were rejected, until `PlanRows.land`.
@@ -183,7 +183,7 @@ class PlanRows:
         #: For each group, counts by block; blocks that have left all tables may be listed with 0.
         self.num_holders: dict[int, dict[int, int]] = defaultdict(dict)
         self.num_common: dict[int, int] = defaultdict(int)
-        #: By row number, the source row of each fork that joins the step of the last plan.
+        #: Maps the row of each fork that joins the step of the last plan to its source row.
         self.joining: dict[int, int] = {}
         #: The block copies of the last plan.
         self.copies: tuple[BlockCopy, ...] = ()
@@ -326,8 +326,8 @@ class PlanRows:
         num_tokens = first + len(edit.token_ids)
         if first < max(row.num_cut, row.num_computed) or num_tokens <= row.num_computed:
             self.history.refuse(
-                f"{edit} replaces computed ones: {row.num_computed} are, and"
-                f" {row.num_cut} were before a table was truncated",
+                f"{edit} replaces computed tokens: {row.num_computed} are computed, and"
+                f" {row.num_cut} were computed before a table was truncated",
                 edit.row,
             )
         row.num_tokens = num_tokens
@@ -405,7 +405,7 @@ class PlanRows:
     def _join(self, row: PlanRow, source: PlanRow, step: ComputedRows) -> None:
         joins, refuse = f"row {row.number} joins row {source.number}", self.history.refuse
         if source not in step.sampling:
-            refuse(f"{joins}, which closes no gap", row.number)
+            refuse(f"{joins}, which does not sample in this step", row.number)
         if source.num_drafts:
             refuse(f"{joins}, which verifies drafts", row.number)
         if row.tables != source.tables:

@@ -13,8 +13,8 @@ from quire.core.step import StepPlan
 from quire.simulation.plan_rows import PlanRows, count_changes
 
 #: After a step with _FEW prompt tokens or less, the processor's caches are almost unchanged. After
-#: _MOST or more, their content is replaced. In between, the additional time of the next step grows
-#: with the logarithm of the number of prompt tokens, as measured for 10 to 1,000 tokens.
+#: _MOST or more, the content of the caches is replaced. In between, the additional time of the next
+#: step grows with the logarithm of the number of prompt tokens, as measured for 10 to 1,000 tokens.
 _FEW, _MOST = 32, 1024
 #: After each further step, this share of the coldness (see `PlannedWork`) remains, as measured.
 _WARMING = 1 / 3

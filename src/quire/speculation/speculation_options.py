@@ -75,12 +75,12 @@ class SpeculationOptions(Options):
         help="proposers of draft tokens, which steps verify: {names}, or several after commas",
         doc="proposers of draft tokens, which a step verifies together with a sequence's next"
         ' token. "ngram": the tokens that followed an earlier occurrence of the sequence\'s last'
-        ' tokens. "prediction": the text that a request expects. "forced": what a grammar leaves no'
-        ' choice about. "siblings": other branches of the request. "history": earlier answers of'
-        ' the same cache domain. "draft_model", "eagle3": the model, or the EAGLE-3 head, that'
-        ' speculative_model names. "mtp": the MTP head in the model\'s own files. Several names are'
-        ' separated by commas. "auto": all of these but "mtp", where outputs are the same to the'
-        ' bit with drafts and without, or else none. "off": no drafts.',
+        ' tokens. "prediction": the text that a request expects. "forced": tokens to which a'
+        ' grammar allows no alternative. "siblings": other branches of the request. "history":'
+        ' earlier answers of the same cache domain. "draft_model", "eagle3": the model, or the'
+        ' EAGLE-3 head, that speculative_model names. "mtp": the MTP head in the model\'s own'
+        ' files. Several names are separated by commas. "auto": all of these except "mtp" if'
+        ' outputs are bitwise the same with and without drafts, otherwise none. "off": no drafts.',
     )
     speculative_model: str | None = option(
         None,

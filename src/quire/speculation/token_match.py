@@ -12,8 +12,8 @@ LONGEST_MATCH = 32
 def match_length(
     source: Tokens[int], end: int, token_ids: Tokens[int], most: int = LONGEST_MATCH
 ) -> int:
-    """Number of tokens, at most `most`, that end at index `end` of source and at the end of
-    token_ids."""
+    """The length, at most `most`, of the longest sequence that both source[: end + 1] and token_ids
+    end with."""
     last = len(token_ids) - 1
     most = min(most, end + 1, last + 1)
     length = 0

@@ -31,7 +31,7 @@ class Tokenizer:
     """A vocabulary with its rules: encodes texts, decodes token ids, and looks up single tokens.
 
     tokenizer.json alone decides how text is split and which special tokens `encode` adds. Like
-    transformers 5, this class ignores `add_bos_token` and `add_eos_token` of tokenizer_config.json,
+    transformers 5, this class ignores add_bos_token and add_eos_token of tokenizer_config.json,
     since the post-processor in tokenizer.json already has them. It always takes the rules from the
     file, unlike transformers 5, which replaces the rules of a few classes (LlamaTokenizer,
     Qwen2Tokenizer) by its own. Decoding never cleans up spaces.

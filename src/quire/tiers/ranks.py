@@ -234,8 +234,8 @@ class RankedTiers:
         self._changed.wait(timeout_s)
 
     def counts(self) -> dict[str, dict[str, float]]:
-        """The counters of all ranks combined. Bytes and failures are summed. Each order is executed
-        in every rank, so of the counts of orders the largest or least one is taken."""
+        """The counters of all ranks combined. Bytes and failures are summed. A count of orders is
+        the largest or the least of the ranks' counts, since every rank executes each order."""
         of_ranks: list[Mapping[str, Mapping[str, float]]] = [self._local.counts()]
         of_ranks += [link.state.counts for link in self._links]
         return {

@@ -42,8 +42,8 @@ class TierOptions(Options):
         Bytes(LEAST_BYTES, usual_unit="GiB"),
         group="memory",
         help="bytes that cache_dir may hold, such as 100GiB",
-        doc=f"bytes that cache_dir may hold, or text such as {DEFAULT_SIZE!r}; the oldest go"
-        f" first. None: {DEFAULT_SIZE}.",
+        doc=f"bytes that cache_dir may hold, or text such as {DEFAULT_SIZE!r}; the oldest"
+        f" contents are removed first. None: {DEFAULT_SIZE}.",
         flag=Flag(shown=DEFAULT_SIZE),
     )
     cache_writes_per_day: int | str | None = option(
@@ -51,8 +51,8 @@ class TierOptions(Options):
         Bytes(0),
         group="memory",
         help="bytes a day that may be written to cache_dir, to spare the drive; 0: only read it",
-        doc="bytes a day that may be written to cache_dir, to spare the drive; 0: what is there is"
-        f" read, and nothing is written. None: {DAYS_REWRITES} times cache_size.",
+        doc="bytes a day that may be written to cache_dir, to spare the drive; 0: the folder is"
+        f" only read. None: {DAYS_REWRITES} times cache_size.",
         flag=Flag(shown=f"{DAYS_REWRITES} times the cache size"),
     )
 
@@ -60,13 +60,13 @@ class TierOptions(Options):
         None,
         Bytes(LEAST_BYTES, usual_unit="GiB"),
         group="memory",
-        help="page-locked host memory for what the KV cache on a GPU has no room for, such as 8GiB."
-        " On a CPU there is none: the KV cache is host memory itself",
+        help="page-locked host memory for cached prefixes that don't fit into the KV cache on a"
+        " GPU, such as 8GiB. Refused on a CPU, where the KV cache itself is host memory",
         doc="bytes of the host's memory that keep cached prefixes, and what preempted requests had"
         ' computed, when the KV cache on a GPU has no room for them, or text such as "8GiB". It is'
         " page-locked from the start, for this process alone. None: there is no such tier; with a"
-        f" cache_dir on a GPU, {DEFAULT_STAGING}, since what goes to the disk goes through it. On a"
-        " CPU it is refused: the KV cache is the host's memory.",
+        f" cache_dir on a GPU, {DEFAULT_STAGING}, since data for the disk passes through it. On a"
+        " CPU it is refused: the KV cache itself is the host's memory.",
         flag=Flag(shown=f"none, or {DEFAULT_STAGING} with a cache folder"),
     )
 

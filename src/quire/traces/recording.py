@@ -79,8 +79,8 @@ class RecordedRequest(
     grammar: bool = False
     beam_width: int = 0
     adapter: int = 0
-    #: The number of the request whose answer this request continues; None if there is none or it is
-    #: not known.
+    #: The number of the request whose answer this request continues; None if unknown, or if the
+    #: request continues no answer.
     parent: int | None = None
     #: Milliseconds from the parent's end to this request's arrival.
     think_ms: int = 0

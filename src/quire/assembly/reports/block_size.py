@@ -5,8 +5,8 @@
 
 With small blocks, prompts share more of their common prefix, and fewer slots stay unused. But each
 block costs a hash, a table entry, and a separate copy or disk write. A prompt shorter than a block
-shares nothing, so no block gets more than 256 tokens. `quire plan` also considers the load. Called
-by `model_kind`.
+can't share its prefix, so a block has at most 256 tokens. `quire plan` also considers the load.
+Called by `model_kind`.
 """
 
 from dataclasses import replace

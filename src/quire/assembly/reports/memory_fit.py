@@ -32,7 +32,7 @@ class MemoryFit:
     block_size: int
     max_model_len: int
     dtype: str
-    #: The name of the KV format; of a plain format, its dtype's.
+    #: `KVFormat.name` of the KV cache.
     kv_format: str
     #: The kernels' name, as in `DeviceSetup.name`.
     kernels: str

@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--window-tokens",
         type=int,
         metavar="N",
-        help="tokens that are read together, from nothing; those with at least half a window"
-        f" before them count ({DEFAULT_WINDOW_TOKENS}, or the model's context if it is shorter)",
+        help="size of a window, which is read without earlier context; tokens in its second half"
+        f" count ({DEFAULT_WINDOW_TOKENS}, or the model's context if it is shorter)",
     )
     text.add_argument(
         "--max-tokens", type=int, metavar="N", help="use only the first N tokens of each FILE"
@@ -142,7 +142,7 @@ def main(args: argparse.Namespace) -> int:
         f"{origin['reference']}, {measuring.kernels} kernels; {len(measuring.windows)} windows of"
         f" {measuring.window_tokens} tokens at most, {num_counted:,} tokens count\n"
     )
-    # Then print a row for each combination as soon as it is measured.
+    # Then print a row of the table after the measurement of each combination.
     table = Table(combinations, quantized)
     print(table.head())
     print(table.row(reference, found[reference], is_reference=True), flush=True)

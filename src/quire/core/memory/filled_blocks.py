@@ -1,8 +1,8 @@
 """Publishes the blocks that decoding rows fill, many at a time.
 
 Each decoding row fills a block every block_size steps, so in a large batch many rows fill one in
-the same step. These blocks are inserted into the prefix cache in one pass. `prefix_index` publishes
-the blocks of prompts and of models with several groups, and explains publishing.
+the same step. These blocks are inserted into the prefix cache in one pass. `prefix_index`
+publishes the remaining blocks, and explains publishing.
 """
 
 from typing import NamedTuple
@@ -28,15 +28,14 @@ class _FilledBlock(NamedTuple):
 
 
 class FilledBlocks:
-    """Publishes what `PrefixIndex.publish` would publish, with the same effects in the same
-    order."""
+    """Does the same as calls of `PrefixIndex.publish` for the sequences in their order."""
 
     def __init__(self, prefixes: PrefixIndex, pool: BlockPool, growth: Growth) -> None:
         self._prefixes = prefixes
         self._cache = prefixes.cache
         self._pool = pool
-        #: The model's only group, which keeps all tokens. None if the model has several groups,
-        #: because tiers then store contents in the order of the sequences.
+        #: The only KV group of the model, if it keeps all tokens. None for a model with several
+        #: groups, whose contents tiers store in the order of the sequences.
         self._group = growth.main if len(growth.rules) == 1 and not growth.bounded else None
 
     def publish(self, sequences: list[Sequence]) -> None:

@@ -97,8 +97,8 @@ class KVCacheManager:
         #: Ended sequences whose states will be published when their last step has ended.
         self.leaving: list[Sequence] = []
         #: Number of blocks set aside for a sequence beyond its tables. The pool counts them as
-        #: free, but no other sequence can take them. Only subclasses that need adjacent blocks have
-        #: any.
+        #: free, but only this sequence can take them. Empty except in subclasses that need adjacent
+        #: blocks.
         self.padding: dict[Sequence, int] = {}
         #: Number of padding blocks of all sequences, including ended ones whose last step is in
         #: flight.

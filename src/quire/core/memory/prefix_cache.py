@@ -66,7 +66,7 @@ class PrefixCache:
         # The tree of tokens. Plain tuples, and a bare digest for an only child, keep the number of
         # objects small. Keyed by block, not by digest, so that adjacent blocks of a large pool have
         # adjacent keys.
-        #: By block; only this class changes it.
+        #: Maps each block to its node. Only `PrefixCache` changes the map.
         self.nodes: dict[int, Node] = {}
         self._children: dict[bytes, bytes | list[_Child]] = {}
         self._roots_of_first: dict[bytes, Counter[bytes]] = {}  # first block's tokens -> roots
@@ -304,7 +304,7 @@ def _remove_sibling(
     siblings: bytes | list[_Child],
     child: _Child,
 ) -> None:
-    assert isinstance(siblings, list), "an only child is another one"
+    assert isinstance(siblings, list), "the only child is not the one to remove"
     del siblings[bisect_left(siblings, child)]
     children[parent] = siblings if len(siblings) > 1 else siblings[0][1]
 

@@ -1,7 +1,7 @@
-"""Makes the contents of prompts resident before the rows that read them compute.
+"""Loads the contents of prompts, such as image embeddings, before the steps that read them.
 
-A row reads a content in the steps that compute the span's positions, and never again. So a content
-is in use while a plan is made whose chunks read it; between two plans another content may get its
+A row reads a content only in the steps that compute the positions of its span. So a content keeps
+its slot while a plan is made whose chunks read it. Between two plans, another content may get the
 slot. Sequences are planned by rank, so the first one always gets the contents that it reads next.
 A chunk ends before the first content that is not ready. `running_set` owns the object.
 """
@@ -38,7 +38,7 @@ class ContentLoads:
         """Number of the sequence's positions from `first` on, at most num_wanted, that the coming
         plan can compute.
 
-        The contents of the others begin to be read, as far as there are slots.
+        Also begins to read the contents of the remaining positions, if slots are available.
         """
         residency, end = self.residency, first + num_wanted
         for span in spans_between(sequence.content_spans, first, end):
@@ -61,7 +61,8 @@ class ContentLoads:
                 self._builder.content_loads.append(load)
 
     def end_plan(self) -> None:
-        """The chunks of the plan are complete: other contents may get the slots from here on."""
+        """Release the contents, since the plan's chunks are complete. From here on, other contents
+        may get their slots."""
         for digest in self._wanted:
             self.residency.release(digest)
         self._wanted.clear()

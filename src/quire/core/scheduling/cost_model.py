@@ -162,7 +162,7 @@ class StepCostModel:
     def fit(cls, samples: Sequence[StepSample]) -> "StepCostModel":
         """Fit a model to samples (at least one): non-negative least squares of relative errors.
 
-        Segments that no sample distinguishes get slopes that are as similar as possible.
+        If no sample distinguishes two segments, their slopes are as similar as possible.
         """
         assert samples and all(sample.seconds > 0 for sample in samples), samples
         matrix = [[0.0] * _NUM_PARTS for _ in range(_NUM_PARTS)]

@@ -156,7 +156,7 @@ def _best_count(
         candidate = candidates[index]
         num_before = candidate.num_computed_tokens + lengths[index]
         load = load.with_drafts(num_before, 1)
-        reached = 1.0  # the chance that there is such a draft
+        reached = 1.0  # the chance that the drafter makes this draft
         if candidate.catching is not None:
             if lengths[index]:
                 reached = candidate.survival[lengths[index] - 1]

@@ -47,24 +47,24 @@ from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Chunk, DraftOrder, Drafts, StepPlan, StepResult
 
 ASKING_S = 40e-6
-"""About the seconds that asking for drafts takes, and again for each row (Zen 3, 2026-12)."""
+"""Approximate seconds to ask for drafts, once and for each row in addition (Zen 3, 2026-12)."""
 
 NUM_TRIES = 4
-"""Number of steps in a row that may ask in vain without rests. Accepted drafts begin a new row, so
-text that repeats other text in parts is asked about in each step."""
+"""After this many consecutive steps that asked for drafts in vain, some steps don't ask. Accepted
+drafts reset the count, so that sequences with repetitive parts are asked in each step."""
 
 ASKING_SHARE = 0.005
-"""Asking in vain takes at most about this share of the time. A row of a large model is then asked
-in each step. A tiny model, or a crowd that has rarely use for drafts, is asked now and then. The
-steps between are counted, since their time would pass sooner on a busy machine."""
+"""Asking in vain takes at most about this share of the time. For a large model, rows can be asked
+in each step. For a tiny model, or many rows that rarely get drafts, only some steps ask. The
+interval is a number of steps, since an interval in seconds has fewer steps on a busy machine."""
 
 LEAST_GAIN = 1.02
-"""Drafts of the drafter must be expected to bring this many times the tokens per second that known
-drafts bring, or none: what they take is less certain."""
+"""The drafter is used only if its drafts are expected to give this many times the tokens per second
+of the known drafts, or of no drafts. The margin exists because its cost is less certain."""
 
 ASKS_EVERY = 32
 """With overlap, a row waits for its last token to get drafts of the drafter if the last plan that
-considered them ordered any, or else once in ASKS_EVERY times."""
+considered such drafts ordered some. Otherwise it waits once in ASKS_EVERY times."""
 
 
 _NO_BUDGET = StepBudget(0)  # of a step that has no drafts
@@ -95,24 +95,24 @@ class Drafting:
         self._slots = slots
         self._most = most
         self._has_states = bool(memory.growth.states)
-        #: The sequences that get drafts, with these, and the number of tokens before them.
+        #: The sequences that get drafts, each with its drafts and the number of tokens before them.
         self._planned: list[tuple[Sequence, Proposal, int]] = []
         self._ordered: list[OrderedDrafts] = []
         self._launched = StepInFlight(-1)  # the last step with orders
         # The budget of the step that is being planned, and its load without drafts and replays.
         self._budget, self._load_before = _NO_BUDGET, NO_LOAD
         self._num_waits = 0  # of rows that could have waited for drafts of the drafter
-        #: Whether the step that is being planned asks for no drafts and computes none again. Then
-        #: `plan`, `launch` and `order` need not be called, which a tiny model's steps would notice.
+        #: Whether the step that is being planned neither asks for drafts nor computes any again.
+        #: Then `plan`, `launch` and `order` need not be called, which saves time with tiny models.
         self.is_resting = False
-        # The number of steps that ask for no drafts, from the one that is being planned on.
+        # How many steps don't ask for drafts, counted from the step that is being planned.
         self._num_to_rest = 0
         self._num_vain = 0  # steps in a row that asked in vain
         # Number of rows that were asked for this step, and whether one waits for its last token.
         self._num_asked, self._is_awaited = 0, False
         #: Proposer -> the counts of its drafts in steps that have ended.
         self.counts: dict[str, DraftCounts] = {}
-        #: The predicted seconds of the steps that accepted drafts made needless, less those of
+        #: The predicted seconds of the steps that accepted drafts saved, minus the seconds of
         #: verifying all drafts and of replays. 0 without a cost model.
         self.saved_s = 0.0
 
@@ -173,7 +173,7 @@ class Drafting:
         least = least_tokens(budget)
         if least < 1:
             rows = self._find_rows(chunks, budget, model)
-            # Most guesses have too low chances, and need not be weighed.
+            # The chances of most guesses are too low to pay, so compute nothing else for them.
             if rows and (model or sum([sum(row.known.survival) for row in rows]) > least):
                 self._choose(rows, budget, model)
                 if model is not None:
@@ -188,7 +188,7 @@ class Drafting:
     ) -> None:
         """Plan the drafts that pay. `rows` are in the order of their ranks. `model` is None if the
         drafter is not considered."""
-        # First, choose the numbers of known drafts, and of those of the drafter in their place.
+        # First, choose the numbers of known drafts, or of the drafter's drafts if they gain more.
         options = [
             DraftOption(row.sequence, row.known, None) for row in rows if row.known.token_ids
         ]
@@ -434,8 +434,8 @@ class Drafting:
 
 
 def _num_rests(budget: StepBudget, num_asked: int) -> int:
-    """The number of steps without asking that make it cheap to have asked num_asked rows in vain.
-    0 if the time of a step is unknown."""
+    """The number of steps that must not ask, so that asking num_asked rows in vain took at most
+    ASKING_SHARE of the time. 0 if the time of a step is unknown."""
     step_s = 0.0 if budget.model is None else budget.model.predict_s(budget.load)
     if step_s < SHORTEST_S:
         return 0

@@ -36,9 +36,9 @@ class ConnectedReplica:
         self.requests: dict[str, OpenRequest] = {}
         #: Ids of the replica's requests for which it has sent no token yet.
         self.without_tokens: set[str] = set()
-        #: By id of each request that was moved away: number of aborts that the engine has not
-        #: handled yet. Until then the request's outputs are stale, even if the request has come
-        #: back.
+        #: Maps the id of each request that was moved away to the number of aborts that the engine
+        #: has not handled yet. Until it has, the request's outputs are stale, even if the request
+        #: has come back.
         self.leaving: Counter[str] = Counter()
         #: Whether the replica is being drained and gets no new requests.
         self.is_closed = False

@@ -3,8 +3,8 @@
     qwen3-vl-2b-Q4_K_M.gguf      the language model
     mmproj-F16.gguf              its encoder, beside it, in the folder above, or named by mmproj
 
-Called by the front, which reads the settings of the image processor, and by the engine, which loads
-the encoder. Imports no torch.
+Called by the API server and the offline API, which read the settings of the image processor, and by
+the engine, which loads the encoder. Imports no torch.
 """
 
 import os
@@ -38,9 +38,9 @@ class ImageEncoder:
 def find_image_encoder(model: Path, named: str | None = None) -> ImageEncoder | None:
     """The encoder of the GGUF model at the path `model`; None if it has none.
 
-    `named` is the path that the option mmproj gives, or None for a file beside the model: one that
-    does not fit the model is then left out with a warning. Raises CheckpointError and
-    UnsupportedModelError for a named file that does not fit, and for a file whose metadata are
+    `named` is the path that the option mmproj gives. If it is None, an encoder's file beside the
+    model is used, or left out with a warning if it does not fit the model. Raises CheckpointError
+    and UnsupportedModelError for a named file that does not fit, and for a file whose metadata are
     wrong.
     """
     first = model if model.is_file() else find_gguf(model)
@@ -126,5 +126,5 @@ def _settings(file: GGUFFile, text: Mapping[str, Any]) -> EncoderSettings:
 
 @cache
 def _warn_once(message: str) -> None:
-    """Log a warning that the front and the engine would otherwise repeat."""
+    """Log a warning once per process, although the encoder is looked up several times."""
     logger.warning("%s", message)

@@ -41,8 +41,8 @@ def find_processor(
     settings.
 
     `mmproj` is that of `find_image_encoder`. `changes` are settings that replace those of the
-    files. Raises CheckpointError for settings that are not obeyed, or a file that can't be read,
-    and UnsupportedModelError for other encoders.
+    files. Raises CheckpointError for unsupported settings, or a file that can't be read, and
+    UnsupportedModelError for other encoders.
     """
     changes = changes or {}
     if folder.is_file() or mmproj is not None:

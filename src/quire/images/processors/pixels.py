@@ -20,7 +20,7 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 NEAREST, LANCZOS, BILINEAR, BICUBIC = range(4)
-"""Pillow's numbers of filters, which preprocessor_config.json uses."""
+"""Pillow's numbers for the filters of a resize, which preprocessor_config.json uses."""
 
 _MAX_SIDE = 1 << 15
 _LEAST, _MOST = 1e-9, 1e9
@@ -28,8 +28,8 @@ _LEAST, _MOST = 1e-9, 1e9
 
 
 class Settings:
-    """Reads the fields of an image processor's configuration, and refuses values that are not
-    obeyed. A field that is missing or null has the default."""
+    """Reads the fields of an image processor's configuration, and refuses unsupported values. A
+    field that is missing or null has the default."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
@@ -91,7 +91,7 @@ class Settings:
         return int(value)
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
-        """The error for a field whose value is not obeyed."""
+        """The error for a field with an unsupported value."""
         return CheckpointError(
             f"{name} of the image processor is {self._fields.get(name)!r:.80}, but must be"
             f" {expected}"
@@ -109,8 +109,8 @@ def _is_number(value: Any) -> bool:
 class Normalizer:
     """Converts pictures to normalized numbers by a table of each channel's 256 values.
 
-    A value v becomes (v * rescale_factor - mean) / std, computed in fp32 after the product, as in
-    transformers.
+    A value v becomes (v * rescale_factor - mean) / std. As in transformers, the product is rounded
+    to fp32, and the other operations are computed in fp32.
     """
 
     def __init__(
@@ -164,8 +164,11 @@ def resize(image: "Image", height: int, width: int, resample: int) -> "Image":
 def bounded_cells(
     cells: tuple[int, int], size: tuple[int, int], cell: int, bounds: tuple[int, int]
 ) -> tuple[int, int]:
-    """The rows and columns of square cells for a picture of this (height, width): `cells` if their
-    pixels are within `bounds` (least, most), or else those of the picture at a bound."""
+    """The number of rows and columns of square cells for a picture of the size (height, width).
+
+    Returns `cells` if their number of pixels is within `bounds` (least, most). Otherwise the
+    picture is scaled to the bound that it violates, and cut into cells with sides of `cell` pixels.
+    """
     (height, width), (least, most) = size, bounds
     pixels = cells[0] * cells[1] * cell**2
     if pixels > most:
@@ -180,8 +183,8 @@ def bounded_cells(
 def closest_grid(
     grids: Sequence[tuple[int, int]], width: int, height: int, tile: int
 ) -> tuple[int, int]:
-    """The (columns, rows) whose ratio is closest to that of a picture. Of grids with equally close
-    ratios, the last that has less than twice the picture's pixels."""
+    """The (columns, rows) in `grids` whose ratio is closest to the picture's. Among equally close
+    grids, a later one is chosen if it has less than twice the picture's pixels."""
     best, least = (1, 1), float("inf")
     for columns, rows in grids:
         difference = abs(width / height - columns / rows)

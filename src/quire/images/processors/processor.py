@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 _PIECE = 1 << 18
-"""Numbers that are copied at once, in less than 1 ms."""
+"""How many numbers are copied at once; this takes less than 1 ms."""
 
 
 class Item(NamedTuple):
     """One input of the encoder, and its place in the prompt's text."""
 
     content: Content
-    #: Consecutive tokens of the prompt that stand for the content.
+    #: Number of consecutive tokens of the prompt that stand for the content.
     num_tokens: int
     #: Frames, rows and columns of the content's embeddings; None if rotary positions have one axis.
     grid: tuple[int, int, int] | None = None
@@ -36,16 +36,16 @@ class ProcessedImage(NamedTuple):
     text: str
     #: The contents in the order of the text.
     items: tuple[Item, ...]
-    #: Whether it is a video, whose placeholder is another.
+    #: Whether it is a video, which has its own placeholder in the prompt.
     is_video: bool = False
 
 
 class Layout(NamedTuple):
     """The cost of an image, known by its size alone."""
 
-    #: Tokens of the largest content of the image.
+    #: Number of tokens of the largest content of the image.
     tokens_of_item: int
-    #: Tokens of all contents of the image.
+    #: Number of tokens of all contents of the image.
     num_tokens: int
     #: Bytes of all contents' values.
     num_bytes: int
@@ -55,13 +55,13 @@ class VideoProcessor(ABC):
     """Turns the frames of videos into contents for one model. Immutable, so threads may share
     it."""
 
-    #: The text that the chat template writes for a video, and the token of which spans consist.
+    #: The text that the chat template writes for a video. The spans of frames repeat its token.
     placeholder: str
 
     @abstractmethod
     def sample(self, num_frames: int, fps: float) -> list[int]:
-        """The places of the frames that the model reads. The video has `num_frames`, `fps` each
-        second. Raises InvalidRequestError for a video that the model can't read."""
+        """The indices of the frames that the model reads. The video has `num_frames` frames, `fps`
+        per second. Raises InvalidRequestError for a video that the model can't read."""
 
     @abstractmethod
     def layout(self, num_frames: int, width: int, height: int) -> Layout:
@@ -72,7 +72,8 @@ class VideoProcessor(ABC):
     def process(
         self, frames: "Sequence[Image]", places: Sequence[int], fps: float
     ) -> ProcessedImage:
-        """Resize and normalize sampled RGB frames of one size, with the places of `sample`."""
+        """Resize and normalize sampled RGB frames of one size. `places` are the frames' indices
+        from `sample`."""
 
 
 class ImageProcessor(ABC):
@@ -83,7 +84,7 @@ class ImageProcessor(ABC):
 
     #: The text that the chat template writes for an image.
     placeholder: str
-    #: Texts of the special tokens of which spans consist.
+    #: Texts of the special tokens that fill the spans of a prompt.
     span_tokens: tuple[str, ...]
     #: The ids that the model's encoder takes these tokens for; empty if it knows no ids.
     encoder_ids: tuple[int, ...] = ()

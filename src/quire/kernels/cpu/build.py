@@ -90,7 +90,7 @@ _X86_ISAS = {
     "avx2": _AVX2,
     "avx_vnni": (*_AVX2, "-mavxvnni"),
     "avx512": (*_AVX512, "-mprefer-vector-width=512"),
-    # Not the best one, so that it is used only where it is named: its speed was never measured.
+    # Listed before the best set, so it is used only on request: its speed was never measured.
     "avx512_amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-int8"),
     "avx512_bf16": _AVX512_BF16,
 }
@@ -258,7 +258,8 @@ def _precompile(
 ) -> dict[str | None, Future[Path]]:
     """The precompiled headers for `units`, in `scratch`, by instruction set.
 
-    Object files are the same without them, so each is made only where it saves time.
+    Object files are the same without precompiled headers, so a header is precompiled only for an
+    instruction set with enough units.
     """
     header = SOURCES / PRECOMPILED_HEADER
     counts = Counter((unit.isa, unit.isa_flags) for unit in units if unit.isa is not None)
@@ -335,7 +336,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m quire.kernels.cpu.build", description=__doc__)
     parser.add_argument("--output", type=Path, default=LIBRARY, help="the library (in the package)")
     parser.add_argument("--objects", type=Path, help="keep object files here, to reuse them")
-    parser.add_argument("--compiler", help=f"instead of the first there of {', '.join(COMPILERS)}")
+    parser.add_argument("--compiler", help=f"compiler (the first found of {', '.join(COMPILERS)})")
     family = parser.add_mutually_exclusive_group()
     family.add_argument(
         "--own-isa",
@@ -356,8 +357,8 @@ def main() -> int:
     parser.add_argument(
         "--digest",
         action="store_true",
-        help="print the sources' digest instead, and behind it the instruction set with --own-isa,"
-        " or 'tests' with --for-tests",
+        help="build nothing, and print the sources' digest, followed by the instruction set with"
+        " --own-isa, or 'tests' with --for-tests",
     )
     arguments = parser.parse_args()
     # Then print the digest, or build.

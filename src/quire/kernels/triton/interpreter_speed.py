@@ -18,7 +18,7 @@ core = tl.core
 #: An object, the name of an attribute, its own value, and the value during launches.
 Patch = tuple[Any, str, Any, Any]
 
-#: Types of values that contain no constexpr, so that nothing must be unwrapped.
+#: Types of values that can't contain a constexpr, and so need no unwrapping.
 _PLAIN = frozenset({bool, int, float, str, type(None), core.tensor, core.dtype, core.block_type})
 
 

@@ -22,14 +22,14 @@ class Arrangement:
     """How a family's files store its linears. Keys are the last word of a linear's path, such as
     qkv_proj."""
 
-    #: By fused linear in the files, the name and number of outputs of each part, in order. A part
-    #: whose name is "" is skipped.
+    #: Maps each fused linear in the files to its parts, in order: their names and numbers of
+    #: outputs. A part whose name is "" is skipped.
     fused: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     #: Linears whose weights are stored as [inputs, outputs].
     transposed: frozenset[str] = frozenset()
     #: For a linear, or a part of a fused linear, the stored index of each output.
     order: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    #: By linear in the files, the names of the parts into which it is split, and their rows.
+    #: Maps each linear in the files that is split to its parts: their names and rows.
     selected: Mapping[str, Mapping[str, RowSelection]] = field(default_factory=dict)
     #: Prefixes of the names of tensors that are skipped.
     unused: tuple[str, ...] = ()

@@ -42,8 +42,8 @@ class BlockFormats:
     ) -> None:
         paths = {id(module): path for path, module in whole.named_modules()}
         self._whole, self._methods = whole, methods
-        #: By a linear's path, the block format of each fused part (q, k, v); None for a dequantized
-        #: part.
+        #: Maps a linear's path to the block format of each fused part (q, k, v); None for a
+        #: dequantized part.
         self._linears: dict[str, list[BlockFormat | None]] = {}
         self._tables: dict[str, BlockFormat] = {}
         #: Number of dequantized weights of each block format.

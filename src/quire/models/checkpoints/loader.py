@@ -572,7 +572,7 @@ def _check_match(
     }
     if config.quantized is None:
         refuse_quantized_names(str(folder), sorted(unexpected))
-    # A missing head has other causes than other missing tensors, so it has its own message.
+    # The causes of a missing head are different, so its message is, too.
     missing = shapes.keys() - checkpoint.names
     if missing == {entry.head}:
         raise CheckpointError(

@@ -1,8 +1,8 @@
 """The options that change logits: masks, biases and penalties.
 
-Each option is one `LogitsProcessor`. A processor keeps its data for the rows that use the option,
-and is bound to a set of rows once. At every step, the bound processor edits the logits of these
-rows by index operations. The result for a row depends on that row alone: each operation is rounded
+Each option is one `LogitsProcessor`, which keeps data for each row that uses the option. `bind` is
+called once for a set of rows. It returns a function that edits the logits of these rows at every
+step, by index operations. The result for a row depends on that row alone: each operation is rounded
 singly, and no other row is read or changed.
 
 `sampler.py` lists the options in their order and calls them; no option depends on another. To add
@@ -31,8 +31,8 @@ RowMasks = Mapping[int, bytes]
 """The token mask of each row with a grammar, in the format of `core.step.TokenMasks`."""
 
 BoundProcessor = Callable[[torch.Tensor, TokenHistory], None]
-"""A function that edits logits [R, V] in place, for the set of rows to which the option was
-bound."""
+"""A function that edits logits [R, V] in place, for the rows that were given to
+`LogitsProcessor.bind`."""
 
 
 class LogitsProcessor(ABC, Generic[T]):
@@ -413,7 +413,7 @@ def apply_token_masks(
     """Make tokens impossible, in place, if their bit is not set; see `core.step.TokenMasks`.
 
     Rows of `masks` that are not among `rows` are ignored. `native` edits logits in main memory; if
-    it is None, torch does.
+    it is None, torch edits them.
     """
     vocab_size = logits.shape[1]
     lines, words = mask_words(rows, masks, vocab_size)

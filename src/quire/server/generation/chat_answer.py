@@ -56,7 +56,7 @@ class ChatAnswer(Answer[ChatBodyT]):
         prediction = call.prompts.prediction_token_ids
         #: None without a prediction.
         self._predicted = PredictionCounts(prediction) if prediction else None
-        #: By the choices that have output.
+        #: Maps the index of each choice that has output to its reader.
         self._readers: dict[int, _ChoiceReader] = {}
 
     @abstractmethod

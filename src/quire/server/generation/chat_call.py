@@ -40,7 +40,7 @@ class ChatCall:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    #: The text that the caller expects as the answer; None if it expects nothing.
+    #: The answer that the caller expects; None if the call has no prediction.
     prediction: str | None = None
     #: Whether a prompt that is too long is cut when its request is made.
     is_truncated: bool = False

@@ -48,15 +48,15 @@ async def read_images(service: Service, call: ChatCall, *, has_tools: bool) -> C
     """Read the images of a call for a model that takes images; for other models, they are refused
     like other unknown parts.
 
-    Raises InvalidRequestError for an image that can't be read, and UploadsFullError. The images of
-    a cancelled call are not begun.
+    Raises InvalidRequestError for an image that can't be read, and UploadsFullError. If the call is
+    cancelled, no further images are read.
     """
     if not has_images(call.messages):
         if call.picture_settings:
             await asyncio.to_thread(check_settings, service.image_reader, call.picture_settings)
         return ChatImages(call.messages)
-    # First, take the images out of the messages, and refuse what else can't be read: the messages
-    # are checked before the length of their texts, since a data: URL is longer than any text.
+    # First, take the images out of the messages, and refuse other unsupported parts. The length of
+    # the texts is checked after this, since data: URLs of images are longer than allowed texts.
     left_out: LeftOut | None = None if service.unknown_fields == "refuse" else {}
     reader = service.image_reader
     if reader is None:

@@ -64,7 +64,7 @@ class LiveFeed:
     def __init__(self) -> None:
         #: Number of open streams.
         self.num_listeners = 0
-        #: By the names of models, and of engines.
+        #: Maps the name of each model to the views of its engines, by name.
         self._views: dict[str, dict[str, EngineView]] = {}
 
     async def refresh(self, model: Watched, parts: Collection[str]) -> None:
@@ -84,7 +84,7 @@ class LiveFeed:
         )
 
     async def snapshot(self, model: Watched, parts: Collection[str]) -> list[dict[str, Any]]:
-        """All engines of a model as they are now; none while it is not in memory."""
+        """The present views of a model's engines; empty while the model is not in memory."""
         return await self._look(model, {}, parts)
 
     async def changes(

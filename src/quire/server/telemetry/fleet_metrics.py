@@ -103,8 +103,9 @@ def model_families(models: Iterable[HostedModel], budget_bytes: int) -> Iterator
 
 
 def by_label(label: str, found: Mapping[str, Iterable[Metric]]) -> list[Metric]:
-    """Merge the families of several engines or models. Each sample gets its key in `found` as
-    `label`, unless the key is empty, as the name of an only engine, or the label is set."""
+    """Merge the families of several engines or models. Each sample gets the label `label` with its
+    key in `found` as the value, unless it already has this label. An empty key, such as the name of
+    an only engine, adds no label."""
     merged: dict[str, Metric] = {}
     for name, families in found.items():
         for family in families:

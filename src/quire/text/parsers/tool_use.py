@@ -47,7 +47,7 @@ class ToolUse:
     mode: ToolMode = ToolMode.NONE
     #: The names of the tools that may be called; None means all.
     callable_names: frozenset[str] | None = None
-    #: True if one message may have more than one call.
+    #: Whether a message may have several calls.
     is_parallel: bool = True
 
     @property

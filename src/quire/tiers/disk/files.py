@@ -100,7 +100,7 @@ class Files:
         """Read records into their targets. Returns [n] bools: True if a record was read completely
         and has the right digest.
 
-        This implementation uses as few calls of `preadv` as possible. Raises OSError.
+        Uses as few calls of `preadv` as possible. Raises OSError.
         """
         are_sound: list[bool] = []
         rows = list(zip(*[column.tolist() for column in records], strict=True))

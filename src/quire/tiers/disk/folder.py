@@ -72,8 +72,8 @@ class CacheFolder:
 
     path: Path
     files: Files
-    #: The secret for names of contents. Empty in processes that compute no names, such as ranks
-    #: above 0.
+    #: The secret for names of contents. Empty in processes that don't compute names, such as
+    #: ranks above 0.
     secret: bytes
     _lock: int
     #: This rank's part of the folder. It has to be set before a `SegmentStore` is made.

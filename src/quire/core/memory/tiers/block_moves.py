@@ -27,7 +27,7 @@ class BlockMoves:
     def __init__(
         self, tiers: Tiers, pool: BlockPool, cache: PrefixCache, growth: Growth, take: Taker
     ) -> None:
-        """take: takes blocks from the pool, evicting cached contents if need be."""
+        """take: takes blocks from the pool, and evicts cached contents if necessary."""
         numbers = count()
         self.tiers = tiers
         self.stores = WriteBehind(tiers, pool, cache, growth, numbers.__next__)
@@ -53,8 +53,7 @@ class BlockMoves:
     def advance(self, now_s: float, *, is_last: bool = False, orders_stores: bool = True) -> None:
         """Process the moves that have ended, and, if orders_stores, order new stores.
 
-        is_last: whether the engine computes nothing any more, so that contents are stored without a
-        delay.
+        is_last: whether the engine has stopped computing. Then contents are stored without a delay.
         """
         self._now_s = now_s
         stored: list[MoveEnd] = []
@@ -63,7 +62,7 @@ class BlockMoves:
                 stored.append(end)
             else:
                 self.loads.finish_order(end, now_s)
-        # Release the last ordered first, so that a prefix's tail is evicted before its head.
+        # Release the latest store first, so that a prefix's tail is evicted before its head.
         for end in sorted(stored, reverse=True):
             self.stores.end(end.order_id, is_done=end.is_done)
         self.loads.end_late(now_s)

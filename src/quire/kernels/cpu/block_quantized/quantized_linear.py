@@ -201,8 +201,8 @@ class BlockQuantizedLinear(PackedLinear):
         kind = BLOCK_TYPES.get(name)
         if kind is None or self.num_inputs % kind.size:
             raise ValueError(
-                f"name is {name!r} for {self.num_inputs} inputs, but must be one of "
-                f"{', '.join(BLOCK_TYPES)}, whose size divides them"
+                f"name is {name!r}, but must be one of {', '.join(BLOCK_TYPES)}, with a block size"
+                f" that divides the {self.num_inputs} inputs"
             )
         _check(
             "rows", rows, (len(rows), self.num_inputs // kind.size * kind.num_bytes), torch.uint8

@@ -26,8 +26,8 @@ def load_blocks(table, start, seen, S: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit  # type: ignore[untyped-decorator]
 def cap_scores(scores, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Products of q and k with the soft cap, if there is one. Times `S.to_log2`, the result is the
-    score in units of log2."""
+    """Apply the layer's soft cap, if it has one, to products of q and k. The result times
+    `S.to_log2` is an exponent of two in the softmax."""
     if S.soft_cap is not None:
         # tanh(x) = 1 - 2 / (e^2x + 1), with e^2x in powers of two.
         powers = tl.exp2(scores * (2.0 * S.scale / S.soft_cap * LOG2_E))

@@ -168,7 +168,7 @@ def _attend_chunk(q, item, chunk_first, chunk_tokens, memory, S: tl.constexpr): 
     keys_range = (first, tl.minimum(chunk_first + chunk_tokens, tl.load(item + 5)))
     position = tl.load(item + 3)
     last, context = position + tl.load(item + 2) - 1, tl.load(item + 7)
-    # First, find the keys that some row sees, and those that all rows see.
+    # First, find the range of keys visible to any row, and the range visible to all rows.
     seen_first, seen_end, full_first, full_end = 0, context, 0, context
     if S.causal:
         seen_end, full_end = last + 1, position + 1

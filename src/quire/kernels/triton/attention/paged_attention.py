@@ -158,8 +158,8 @@ class AttendShape:
 
     @property
     def to_log2(self) -> float:
-        """The factor that converts a result of `cap_scores` (q·k, or tanh with a soft cap) to a
-        score in units of log2."""
+        """The factor that converts a result of `cap_scores` (q·k, or tanh with a soft cap) to an
+        exponent of two in the softmax."""
         return (self.scale if self.soft_cap is None else self.soft_cap) * math.log2(math.e)
 
     @property

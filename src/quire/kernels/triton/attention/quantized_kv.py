@@ -5,7 +5,7 @@ vector. With a vector x and the largest code `most` (127 for int8, 448 for e4m3)
 
     scale = bf16(max |x| / most),   code = nearest(x / scale)        number = code * scale
 
-`attention.quantized_kv` says what follows from this, and is the reference, to the bit.
+`attention.quantized_kv` is the reference, with the same bits, and discusses the format.
 
 int8 has codes from -127 to 127. K may be rotated first (`rotation.hadamard`). e4m3 codes are 8-bit
 floats of 4 exponent and 3 mantissa bits (OCP 8-bit Floating Point Specification; e4m3fn, without
@@ -29,11 +29,11 @@ CODE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}
 class KVPages:
     """A layer's K and V of all blocks."""
 
-    #: [N, 2, Hkv, B, D] of any page stride, K then V. The dtype is the model's dtype, or that of
-    #: CODE_DTYPES.
+    #: [N, 2, Hkv, B, D] of any page stride, K then V. The dtype is the model's dtype, or one of
+    #: CODE_DTYPES for quantized KV.
     numbers: torch.Tensor
     #: The scales of codes, [N, Hkv, B] int32 of any page stride; `pack_scales` packs a token's
-    #: scales of K and V in one int32. None means that the numbers are not codes.
+    #: scales of K and V in one int32. None if KV is not quantized.
     scales: torch.Tensor | None = None
     #: Whether queries and keys are multiplied by the Hadamard matrix before keys are stored.
     rotates_keys: bool = False

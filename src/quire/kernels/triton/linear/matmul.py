@@ -46,7 +46,7 @@ from quire.kernels.triton.widening import widen
 
 _BLOCK_N = 128
 #: The number of programs that fill a device, about its number of SMs. Results depend on this
-#: number, so it is the same for all devices.
+#: number, so all devices use the same number.
 _ENOUGH_PROGRAMS = 128
 _SMALLEST_SLICE = 512
 #: The size of slices is a multiple of this number, which is a multiple of the inputs of a tile.

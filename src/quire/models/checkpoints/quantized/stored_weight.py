@@ -140,7 +140,7 @@ class GroupedWeight(StoredWeight):
 
     #: Number of bits of a code.
     width: int
-    #: The zero of all groups; None if each has its own.
+    #: The shared zero of the groups; None if each group has its own zero.
     zero: int | None
     #: Maps each code to its value; None if the value is the code itself.
     table: tuple[int, ...] | None = None

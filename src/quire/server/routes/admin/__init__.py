@@ -1,1 +1,1 @@
-"""Endpoints about the server: health, metrics, memory, version, the API's page."""
+"""Endpoints about the server: health, metrics, memory, version, API documentation, web page."""

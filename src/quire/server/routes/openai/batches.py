@@ -47,7 +47,7 @@ class BatchRequest(Body):
     notes: ClassVar[Mapping[str, str]] = {
         "input_file_id": "the id of a file with one call a line",
         "endpoint": "the path that all calls of the file have",
-        "completion_window": "the hours after which calls are answered no more: `24h`, or another"
+        "completion_window": "the hours after which no more calls are answered: `24h`, or another"
         f" number up to {MAX_WINDOW_H}",
         "metadata": "up to 16 texts by name, kept with the batch",
     }

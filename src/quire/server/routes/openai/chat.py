@@ -187,8 +187,8 @@ class _ChatAnswer(ChatAnswer[ChatCompletionRequest]):
         super().__init__(call)
         #: Streamed choices whose content began with null and that have no text and no call yet.
         self._unsaid: set[int] = set()
-        #: By choice that has begun with text or a call, the bytes before and after the text of a
-        #: chunk that has nothing else.
+        #: For each choice that has begun with text or a call: the bytes before and after the text
+        #: of a chunk that contains only text.
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         body = call.body
         self._has_frames = not (body.gives_token_ids or body.continuous_usage or body.logprobs)

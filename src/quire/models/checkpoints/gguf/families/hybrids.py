@@ -303,8 +303,8 @@ def _check_heads(model: GGUFModel, num_k_heads: int, num_v_heads: int, keys: int
     }
     if not num_k_heads or num_v_heads % num_k_heads or {*stored.values()} != {2 * keys + values}:
         raise UnsupportedModelError(
-            f"{model.path}: {num_k_heads} key heads and {num_v_heads} value heads of linear "
-            "attention are not those of its tensors"
+            f"{model.path}: the tensors of linear attention don't have {num_k_heads} key heads and "
+            f"{num_v_heads} value heads"
         )
 
 

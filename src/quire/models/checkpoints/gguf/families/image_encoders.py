@@ -13,7 +13,7 @@ from quire.models.checkpoints.gguf.tensor_locations import CombinedStacks, Tenso
 from quire.models.checkpoints.gguf.tensor_map import Change, TensorRules, misshapen
 
 PATCHES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
-"""The projections of a patch of the first and of the second frame, in Qwen's encoder."""
+"""The tensors of Qwen's patch projection: for the first and for the second frame of a patch."""
 
 CLIP_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 """The parameters of a clipped linear of Gemma 4 beside its weight."""
@@ -24,8 +24,8 @@ _QKV = {f"attn_{part}": f"{part}_proj" for part in "qkv"}
 def _siglip_rules(
     model: GGUFModel, tower: str, connector: dict[str, str], changes: Mapping[str, Change]
 ) -> TensorRules:
-    """The rules for SigLIP, whose tensors have the prefix `tower`. Old files have exchanged names
-    of the two linears of MLPs."""
+    """The rules for SigLIP, whose tensors have the prefix `tower`. Old files swap
+    the names of the two linears of an MLP."""
     up, down = "ffn_up", "ffn_down"
     hidden_size = model.integer("vision.embedding_length")
     if model.shape("v.blk.0.ffn_down.weight")[-1] == hidden_size:
@@ -196,4 +196,4 @@ ENCODER_RULES: dict[str, Callable[[GGUFModel], TensorRules]] = {
     "pixtral": _pixtral_rules,
     "qwen3vl_merger": _qwen3vl_rules,
 }
-"""The rules by the kind of the projector, which are the keys of `hub.gguf.projectors`."""
+"""The rules for each kind of projector. The keys are those of `hub.gguf.projectors`."""

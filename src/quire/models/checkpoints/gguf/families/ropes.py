@@ -109,7 +109,7 @@ def _stretched(model: GGUFModel, theta: float, rotary_dim: int) -> dict[str, Any
         )
     ):
         return {"rope_type": "llama3", **parameters}
-    # Express other divisors as LongRoPE, which accepts any.
+    # Express other divisors as LongRoPE, which accepts arbitrary divisors.
     return {
         "rope_type": "longrope",
         "long_factor": factors,

@@ -1,6 +1,6 @@
 """Converts a Responses body's tools to functions for the model, and function names back to tools.
 
-A namespace's functions become separate functions, named `NAMESPACE__NAME`. A custom tool, whose
+A namespace's functions become separate functions, named NAMESPACE__NAME. A custom tool, whose
 input is free text, becomes a function with one string argument. `ToolNames` maps the model's calls
 to the client's tools. Tools that only OpenAI's servers run are left out and listed in a header.
 """

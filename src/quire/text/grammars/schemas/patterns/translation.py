@@ -73,7 +73,7 @@ class PatternTranslator:
         if len(self._with_automata) > MAX_AUTOMATA:
             raise ValueError(
                 f"more than {MAX_AUTOMATA} different patterns of the schema have look-ahead, or"
-                " hold together with others"
+                " constrain a text together with other patterns"
             )
 
 
