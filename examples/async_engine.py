@@ -13,7 +13,7 @@ PROMPTS = ("import os", "def main():", "class Node:")
 
 
 async def stream(engine: AsyncLLM, name: str, prompt: str, max_pieces: int | None = None) -> None:
-    """Print a text when it has ended, or was given up after so many pieces."""
+    """Print a text when it has ended, or when it is aborted after `max_pieces` pieces."""
     params = SamplingParams(
         temperature=0.7, seed=1, max_tokens=24, output_kind=RequestOutputKind.DELTA
     )

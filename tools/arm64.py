@@ -6,8 +6,8 @@
 It compiles the library by aarch64-linux-gnu-g++, copies the checkout's files to a temporary folder
 with it, and runs pytest there, once for each processor that qemu emulates. With --engine, a whole
 engine runs instead (`tools.engine_tokens`), and its tokens are compared with this machine's.
-docs/install.md says how to make the folders: one with Python for ARM64, one with the packages that
-the tests import. Emulated processors are a hundred times as slow as real ones, so nothing here
+The folders hold Python for ARM64, and the packages that the tests import; docs/install.md says how
+to make them. Emulated processors are a hundred times as slow as real ones, so nothing here
 measures time; `benchmarks.arm64.counts` counts instructions.
 """
 
@@ -32,7 +32,7 @@ COMPILER = "aarch64-linux-gnu-g++"
 
 
 def copy_checkout(target: Path) -> None:
-    """Copy all files that git does not ignore."""
+    """Copy the files of the checkout, except those that git ignores."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=CHECKOUT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, names.split("\0")):

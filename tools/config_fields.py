@@ -2,10 +2,11 @@
 
     .venv/bin/python tools/config_fields.py
 
-quire leaves out fields of a config.json that are not in the list. It is longer than what is read:
-from files of configs it has all names of fields, arguments and keys, from files of models, and of
-what they share, what follows `config` or is asked for by a text. tests/tools/test_config_fields.py
-fails while the list says something else. Needs transformers.
+quire leaves out fields of a config.json that are not in the list. The list may have more names than
+are read. From configuration files it has all names of fields, arguments and keys. From modeling
+files and shared files it has the attributes of objects named `config`, and the texts by which
+attributes or items are looked up. tests/tools/test_config_fields.py fails if the list is outdated.
+Needs transformers.
 """
 
 import ast
@@ -34,14 +35,14 @@ _NAME = re.compile(r"([a-z]|[A-Z]_)[A-Za-z0-9_]*")
 
 
 def sources() -> list[Path]:
-    """Of all models' files, and of what they share."""
+    """The configuration and modeling files of all models, and the files that they share."""
     models = [p for p in (_SOURCES / "models").rglob("*.py") if _OF_A_MODEL.fullmatch(p.name)]
     shared = [path for pattern in _SHARED for path in _SOURCES.glob(pattern)]
     return sorted({*models, *(path for path in shared if not _OF_OTHERS.search(path.name))})
 
 
 def names_of(path: Path) -> set[str]:
-    """What one file may read of a config."""
+    """The names of config fields that one file may read."""
     is_config = path.name.startswith("configuration_")
     found = _names(ast.parse(path.read_text(encoding="utf-8")), is_config=is_config)
     return {name for name in found if _NAME.fullmatch(name)}
@@ -80,7 +81,7 @@ def _text(node: ast.AST) -> str:
 
 
 def content() -> str:
-    """Of the list."""
+    """The content of the list's file."""
     names = sorted(set().union(*map(names_of, sources())))
     return "\n".join([transformers.__version__, *names]) + "\n"
 

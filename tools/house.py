@@ -38,11 +38,13 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """target: "at most", None where there is none. before: as a review found it."""
+    """A row of the table."""
 
     name: str
     today: float
+    #: The largest value that is accepted; None without a target.
     target: float | None
+    #: The value that an earlier review found.
     before: str
     how: str
 
@@ -53,8 +55,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A Python file. path: relative to the repository."""
+    """A Python file."""
 
+    #: The path relative to the repository.
     path: str
     text: str
     tree: ast.Module
@@ -144,7 +147,7 @@ def function_imports(sources: list[Source]) -> int:
 
 
 def files_to_touch(heading: str) -> list[str]:
-    """What the list "Files to touch" under a heading of docs/extending.md names, C++ aside."""
+    """The Python files in the list "Files to touch" under a heading of docs/extending.md."""
     page = EXTENDING.read_text()
     found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL)
     listed = found and re.search(r"^Files to touch:\n\n((?:[-*] .*\n(?:  .*\n)*)+)", found[1], re.M)

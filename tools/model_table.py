@@ -2,11 +2,11 @@
 
     .venv/bin/python -m tools.model_table
 
-A family has a line by being in the registry and in `tests/models/family_shapes.py` (one that is in
-the registry alone is named below the table), whose config
-says what its layers remember and whether ranks can share it; whether it is computed as one native
-program is seen by building it. tests/tools/test_model_table.py fails while the page says something
-else. Needs transformers and the native kernels.
+The table has a line for each family that is in the registry and in `tests/models/family_shapes.py`.
+A family that is only in the registry is named below the table. A family's config tells what its
+layers remember and whether ranks can share it. Building its model shows whether it is computed as
+one native program. tests/tools/test_model_table.py fails if the page is outdated. Needs
+transformers and the native kernels.
 """
 
 import json
@@ -72,17 +72,19 @@ EXAMPLES = {
     "SmolLM3ForCausalLM": "SmolLM3",
     "StableLmForCausalLM": "StableLM (but for 2 12B)",
 }
-"""What people call them; a family that is not here has an empty cell."""
+"""The usual names of the models; a family without an entry has an empty cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A line. kinds: what layers remember. is_native: computed as one native program on the CPU;
-    else module by module. is_shared: ranks can share it."""
+    """A line of the table."""
 
     architecture: str
+    #: The kinds of memory that layers have.
     kinds: tuple[str, ...]
+    #: Whether the CPU computes the model as one native program, not module by module.
     is_native: bool
+    #: Whether ranks can share the model.
     is_shared: bool
 
     @property
@@ -95,7 +97,7 @@ class Family:
 
 
 def families() -> list[Family]:
-    """One for each architecture that has a config among the tests'. Raises
+    """The families of the architectures for which tests have a config. Raises
     NativeUnavailableError."""
     load_library()  # or nothing would be native
     found = [_family(name) for name in FAMILIES]

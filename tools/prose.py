@@ -1,6 +1,6 @@
 """Counts what a reader stumbles over in the source: `python -m tools.prose [FOLDERS]`.
 
-Each rule is one function that yields findings. `--list RULE` prints the places of one rule.
+The function of a rule yields its findings. `--list RULE` prints the places of one rule.
 `--sample 25` prints the docstrings of that many random files, for a reader who knows none of them.
 """
 

@@ -2,8 +2,8 @@
 
     .venv/bin/python tools/python_reference.py
 
-It starts from the exported names and goes on to the classes that those take and return, wherever
-in the package they live. tests/test_python_reference.py fails while the file says something else.
+It starts from the exported names, and adds the classes that these take and return, wherever in the
+package they are. tests/test_python_reference.py fails if the file is outdated.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def members(owner: type) -> list[tuple[str, object]]:
 
 
 def class_text(owner: type) -> str:
-    """A section: what it is, how it is made, its fields, its methods."""
+    """The section of a class: description, constructor, fields and methods."""
     lines = [f"## {owner.__name__}", ""]
     names: list[str] = []
     if dataclasses.is_dataclass(owner):
@@ -154,7 +154,7 @@ OPTIONS = inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)
 
 
 def own_parameters(options: type) -> Iterator[inspect.Parameter]:
-    """The first, which is not given by name, and those that are no options."""
+    """The first parameter, which is positional, and the parameters that are no options."""
     first, *others = inspect.signature(options).parameters.values()
     yield first
     from quire.option_fields import declared_options  # as above

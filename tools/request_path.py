@@ -41,12 +41,14 @@ SERVE = ("serve", "--port", "0", "--num-threads", "1", "--max-num-seqs", "4", "-
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The first call of a function from a file. process: 0 is the API server, 1 the engine. caller
-    and callee: files; caller is None where none of ours called."""
+    """The first call of a function from a file."""
 
     at_s: float
+    #: 0 for the API server, 1 for the engine.
     process: int
+    #: The calling file; None if it is not a file of quire.
     caller: str | None
+    #: The file of the function.
     callee: str
     function: str
 
@@ -59,18 +61,18 @@ class Trace:
 
     @property
     def files(self) -> list[str]:
-        """All that ran, in the order of their first entry."""
+        """The files that ran, in the order of their first entry."""
         return list(dict.fromkeys(call.callee for call in self.calls))
 
     @property
     def stops(self) -> list[str]:
-        """Those that called another file of ours."""
+        """The files that called another file of ours."""
         handing = {call.caller for call in self.calls if call.caller != call.callee}
         return [name for name in self.files if name in handing]
 
     @property
     def way_in(self) -> list[str]:
-        """Those of the API server's stops that a prompt passes until it is sent to the engine."""
+        """The stops that a prompt passes in the API server until it is sent to the engine."""
         stops = set(self.stops)
         found = [name for name in self.of_process(0).files if name in stops]
         return found[: found.index(LINK) + 1]
@@ -267,7 +269,7 @@ def num_lines(path: Path) -> int:
 
 
 def first_line(name: str) -> str:
-    """Of a module's docstring."""
+    """The first line of a module's docstring."""
     text = ast.get_docstring(ast.parse((SOURCE / name).read_text())) or ""
     return text.partition("\n")[0]
 

@@ -1,17 +1,17 @@
 """Digests of every plan and output of simulated worlds, to compare two versions of the core.
 
-`python tools/step_traces.py > after.txt` prints a line a seed. A refactoring that changes no
-behaviour leaves all of them as they were; run it before and after, each tree with its own copy:
+`python tools/step_traces.py > after.txt` prints a line for each seed. A refactoring that changes no
+behaviour changes no line. Run the script before and after, each tree with its own copy:
 
     (cd ../before && PYTHONPATH=src python tools/step_traces.py) > before.txt
     PYTHONPATH=src python tools/step_traces.py | diff before.txt -
 
 The worlds are those of `python -m quire.simulation --everything`: forks, beams, faults, all
 policies and eviction orders. In two of three worlds, `SchedulerDriver` calls the scheduler instead
-of the engine's loop, so that traces don't depend on that loop. A digest covers values alone, no
-name of a module, class or field, so that renaming changes nothing. An enumeration counts by its
-text, or by its place where it is not a text. Empty fields at the end of a record are left out, so
-that one that is always empty may go, and so are counts of 0 in a report.
+of the engine's loop, so that traces don't depend on that loop. A digest covers only values,
+not the names of modules, classes and fields, so renaming changes no digest. The value of an
+enumeration member is its text, or its position if it is not a text. Empty fields at the end of a
+record and counts of 0 in a report are left out, so that unused fields can be removed.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from quire.simulation.clients import Client
 from quire.simulation.fakes.fake_runner import InjectedFailureError
 from quire.simulation.worlds import draw_world
 
-# Of a report: what differs from run to run, what this script replaces, and what is 0 in these
+# Fields of a report that differ from run to run, that this script replaces, or that are 0 in these
 # worlds and missing in versions without drafts.
 NOT_COMPARED = ("steps_per_s", "digest", "num_drafts", "num_accepted_drafts")
 

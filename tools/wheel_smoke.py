@@ -14,14 +14,14 @@ PROMPT = "import os"
 
 
 def tokens(kernels: str) -> tuple[int, ...]:
-    """What the embedded model continues PROMPT with, in float32."""
+    """The tokens with which the embedded model continues PROMPT, in float32."""
     llm = LLM(kernels=kernels, dtype="float32", max_model_len=64, max_num_seqs=2)
     params = SamplingParams(max_tokens=8, temperature=0)
     return tuple(llm.generate([PROMPT], params)[0].outputs[0].token_ids)
 
 
 def main() -> None:
-    """Raises where something is amiss."""
+    """Check the library. Raises an error at the first fault."""
     library = load_library()
     print(f"{library.path} with {', '.join(library.isas())}; torch {torch.__version__}")
     expected = tokens("torch")

@@ -128,8 +128,8 @@ def read_docs(data, name):
 
 
 def accepted(draft, gens):
-    """Of the text the big model itself writes (what speculative decoding meets): the share of tokens
-    that the draft proposes, and tokens per round of 4 proposals."""
+    """The share of the big model's own tokens that the draft model proposes, and the tokens per round
+    of 4 proposals. These are the tokens that speculative decoding verifies."""
     same = count = rounds = 0
     for k, ids in gens:
         with torch.no_grad():

@@ -209,7 +209,7 @@ def read_code(args):
 
 
 def split_items(args, held_files):
-    """What is trained on, functions that are held out, functions of files that are."""
+    """The items to train on, the held-out functions, and the functions of held-out files."""
     train_items, val_fn, val_file = [], [], []
     for it in introspect(args.stdlib):
         if it["name"] in ALWAYS_TRAIN:

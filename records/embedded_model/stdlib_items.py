@@ -193,7 +193,7 @@ def add(items, name, obj, kind, home):
 
 
 def module_names(stdlib: Path) -> list[str]:
-    """Those of CORE first."""
+    """The names of the modules, those of CORE first."""
     names = sorted(
         n for n in sys.stdlib_module_names if not n.startswith("_") and n not in SKIP_MODULES
     )

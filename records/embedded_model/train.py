@@ -4,11 +4,12 @@
     python train.py --data data/ --out model/ --work work/ --steps 3000
 
 Schedule: warm-up, constant rate, then a linear decay to 0, whose last part uses long rows. The
-decay takes the last --decay steps before --steps, or starts when the file --wind-down appears, or, with --budget-min, --decay-min minutes before the budget ends. A machine shared with
-others may pause the process: the number of steps that still fit is estimated again at every step
-from the recent pace, pauses included, and the rate falls linearly over that many. --resume goes on
-from the last checkpoint. With --teacher DIR the loss is mixed with the teacher's
-distribution (for the draft model).
+decay takes the last --decay steps before --steps, or starts when the file --wind-down appears, or,
+with --budget-min, --decay-min minutes before the budget ends. A machine shared with others may
+pause the process. So the number of steps that still fit is estimated at every step from the recent
+pace, pauses included, and the rate falls linearly over this number of steps. --resume continues
+from the last checkpoint. With --teacher DIR the loss is mixed with the teacher's distribution (for
+the draft model).
 """
 
 from __future__ import annotations

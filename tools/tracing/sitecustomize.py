@@ -18,11 +18,11 @@ FOLDER = os.environ.get("HOUSE_TRACE", "")
 SOURCE = os.environ.get("HOUSE_SOURCE", "")
 POLL_S = 0.01
 LOOP_FILES = ("asyncio/events.py", "asyncio/base_events.py", "asyncio/runners.py")
-"""A task that the event loop resumes was not called by whoever runs the loop."""
+"""Files of the event loop. A task that the loop resumes has no calling file."""
 
 
 class Notes:
-    """What was called in this process while noting was on."""
+    """The calls in this process while noting was on."""
 
     def __init__(self) -> None:
         self.is_on = False
