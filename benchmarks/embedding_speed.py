@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="minilm")
     parser.add_argument("--num-texts", type=int, default=64)
@@ -138,7 +138,7 @@ def embed_batch(model: PreTrainedModel, texts: Texts) -> torch.Tensor:
 def in_turns(
     sides: dict[str, Callable[[], torch.Tensor]], rounds: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """What each gives, and the seconds of its best round; before these each runs once."""
+    """The result of each side, and the seconds of its best round after one round of warm-up."""
     found = {name: embed() for name, embed in sides.items()}
     bests_s = dict.fromkeys(sides, float("inf"))
     for index in range(rounds):

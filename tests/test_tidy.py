@@ -194,6 +194,12 @@ def test_prose_gets_no_worse(sources: list[prose.SourceFile], rule: str) -> None
     assert len(found) <= LEFT_IN_PROSE[rule], "\n" + "\n".join(map(str, found))
 
 
+@pytest.mark.parametrize("rule", ["poor-beginnings", "poor-phrases"])
+def test_measurements_and_records_begin_with_their_subject(rule: str) -> None:
+    files = prose.source_files([ROOT / "benchmarks", ROOT / "records"])
+    assert not prose.findings(rule, files)
+
+
 def _function(num_lines: int, parameters: str = "") -> str:
     return f"def f({parameters}):\n" + "    pass\n" * (num_lines - 1)
 

@@ -35,7 +35,7 @@ HEAD = (32_000, 768)
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the products of a step take."""
+    """The instructions of a step's products."""
 
     #: Instructions, of these SIMD and floating-point ones, and loads and stores.
     instructions: int = 0

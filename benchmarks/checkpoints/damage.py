@@ -253,7 +253,7 @@ def mutate_header(header: dict[str, Any], rng: random.Random) -> str:
 
 
 def extremes() -> list[Case]:
-    """What is tried in every run: both ends of each field's bounds, and what is beyond them."""
+    """Cases of every run: values at both ends of each field's bounds, and beyond the bounds."""
     from quire.models.config_bounds import INTEGERS, NUMBERS
 
     cases: list[Case] = []

@@ -128,8 +128,8 @@ def _run_child(job: Callable[[], list[int]], answers: int) -> None:
 
     from quire.errors import QuireError
 
-    # What is resident now is Python's and torch's; the pages of libraries that are read from now on
-    # count as growth (some 50 MB).
+    # The resident memory is now that of Python and torch. Pages of libraries that are read from now
+    # on count as growth (some 50 MB).
     os.write(answers, b"%d\n" % _resident_bytes())
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(MAX_WALL_S)

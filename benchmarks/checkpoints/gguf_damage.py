@@ -170,7 +170,7 @@ def damage_field(parts: Parts, rng: random.Random) -> str:
 
 
 def hostile_value(rng: random.Random) -> bytes:
-    """Of any type, with it."""
+    """The bytes of a random type and of a value of this type."""
     kind = rng.choice((U32, I32, F32, BOOL, STRING, ARRAY, U64, 12))
     if kind == STRING:
         return struct.pack("<I", kind) + string(rng.choice(TEXTS))
@@ -240,8 +240,8 @@ def damage_tensor(parts: Parts, rng: random.Random) -> str:
 
 
 def large_files() -> list[Case]:
-    """What is tried in every run: headers of many megabytes, which should cost no more memory than
-    they have bytes."""
+    """Cases of every run: headers of many megabytes, which should take no more memory than they
+    have bytes."""
     plain = make_parts("LlamaForCausalLM", "F32")
     cases: list[Case] = []
 

@@ -92,7 +92,7 @@ def warm_memory(model: Path) -> None:
 
 
 def weight_bytes(model: Any) -> int:
-    """Of all parameters, as they are stored."""
+    """The bytes of all parameters, as they are stored."""
     from quire.models.checkpoints.loader import module_bytes  # not before the imports are timed
 
     dtype = next(model.parameters()).dtype
@@ -124,7 +124,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def weight_files(model: Path) -> list[Path]:
-    """Of a folder; a GGUF file is one."""
+    """The weight files of a folder; a GGUF file is its own weight file."""
     return [model] if model.is_file() else sorted(model.glob("*.safetensors"))
 
 

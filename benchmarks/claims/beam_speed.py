@@ -39,7 +39,7 @@ DTYPE = "bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class SearchLoad:
-    """What is searched. turn_s: see `saturated.take_turns`."""
+    """The beam searches to run. turn_s: see `saturated.take_turns`."""
 
     load: MemoryLoad
     budget: Budget
@@ -115,7 +115,8 @@ class Search:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one beam a search, on the virtual clock: all beams of a search are equally long."""
+        """Tokens per second of one beam of each search, on the virtual clock. All beams of a search
+        are equally long."""
         return self.num_tokens / self._width / self.seconds
 
     @property

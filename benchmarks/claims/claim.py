@@ -1,4 +1,4 @@
-"""What a study of this folder hands back: claims with their figures, and pictures."""
+"""The result of a study of this folder: claims with their figures, and pictures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class StudyResult:
-    """What a study found. title: a heading. notes: how it was measured, and what limits it; a
-    paragraph each."""
+    """The result of a study. title: a heading. notes: paragraphs about the measurement and its
+    limits."""
 
     title: str
     claims: tuple[Claim, ...]
@@ -54,5 +54,5 @@ class Setting:
 Study = Callable[[Setting], StudyResult]
 
 COMMAND = "python -m benchmarks.claims --only"
-# What many texts on paging say, and none of the papers named in this folder measures.
+# The source of claims that many texts on paging make, but no paper named in this folder measures.
 FOLKLORE = "often said of paging; no paper known to us measures it"

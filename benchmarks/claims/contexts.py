@@ -41,7 +41,8 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """Of the model and of what it decodes. The heads are 64 wide, as many for K and V as for Q.
+    """The shape of the model and of its load. The heads are 64 wide, and there are as many for K
+    and V as for Q.
 
     num_tokens: decoded in one turn. compared_context: at which pages are compared with adjacent
     memory.
@@ -127,7 +128,8 @@ def _notes(shape: DecodeShape, weight_bytes: int, token_bytes: int) -> tuple[str
 
 
 def _growth(shape: DecodeShape, weight_bytes: int, token_bytes: int) -> float:
-    """Of the bytes that a step must read, from the first context to the last."""
+    """The factor by which the bytes that a step must read grow from the first context to the
+    last."""
     first, last = (
         weight_bytes + context * token_bytes for context in (shape.contexts[0], shape.contexts[-1])
     )
@@ -261,7 +263,7 @@ def decode(engine: Engine, prompt: Sequence[int], num_tokens: int) -> Decoded:
 
 
 def _token_bytes(engine: Engine) -> int:
-    """Of K and V of one token, over all layers."""
+    """The bytes of K and V of one token, over all layers."""
     return engine.scheduler.memory.config.groups[0].bytes_per_block // BLOCK_SIZE
 
 
@@ -289,12 +291,12 @@ def _compare(
 
 
 def _p99_s(turns: Sequence[Sequence[float]]) -> float:
-    """Of the turn that was disturbed least."""
+    """The 99th percentile of the turn that was disturbed least."""
     return min(float(np.percentile(times_s, 99)) for times_s in turns)
 
 
 def _median_s(turns: Sequence[Sequence[float]]) -> float:
-    """Of the turn that was disturbed least."""
+    """The median of the turn that was disturbed least."""
     return min(statistics.median(times_s) for times_s in turns)
 
 

@@ -154,7 +154,7 @@ def _paged(
 
 
 def _page_bytes(setting: Setting, kv_cache_dtype: str) -> int:
-    """Of a page of the model, in bfloat16 weights."""
+    """The bytes of a page of the model with bfloat16 weights."""
     options = {"model": setting.model, "dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype}
     engine = build_engine({**options, "num_blocks": 64, "max_model_len": 256})
     return engine.scheduler.memory.config.groups[0].bytes_per_block

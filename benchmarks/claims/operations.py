@@ -54,7 +54,7 @@ QUICK = Sizes(1_024, 30, 3)
 
 
 def make_sequence(num_tokens: int) -> KVSequence:
-    """One that ends with num_tokens tokens, all but the last of its prompt."""
+    """A sequence that ends with num_tokens tokens. All but the last one belong to the prompt."""
     params = DecodingParams(max_tokens=1)
     return KVSequence("operations", [0] * (num_tokens - 1), params)
 

@@ -41,7 +41,7 @@ def write_pictures(results: Sequence[StudyResult], folder: Path) -> None:
 
 
 def noise_line(noise: Noise) -> str:
-    """What other processes took of the machine during the run."""
+    """A line about the load of other processes during the run."""
     if noise.other_cores is None:
         return "How busy other processes were is not known on this system."
     line = f"Other processes took {noise.other_cores:.2f} cores meanwhile"

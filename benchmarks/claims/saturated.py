@@ -57,7 +57,7 @@ MakeEngine = Callable[[Contender], tuple[Engine, Clock]]
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """What came of one load on one clock. place: the clock, and whose steps it times.
+    """The results of one load on one clock. place: the clock, and whose steps it times.
 
     continuous: by contender, over the time in which requests wait. static: by contender that
     reserves. widths: of its batches, on average.

@@ -99,7 +99,7 @@ def _result(run: Callable[[str, str], Any], url: str, model: str) -> str:
 
 
 def _version(package: str) -> str | None:
-    """Of an installed package; None: it is not installed."""
+    """The version of a package; None if it is not installed."""
     name = "pydantic-ai-slim" if package == "pydantic-ai" else package
     try:
         return importlib.metadata.version(name)

@@ -156,7 +156,7 @@ def run_codex(codex: Path, url: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def last_event(answer: str) -> dict[str, Any]:
-    """Of a stream: the response as it ended."""
+    """The response at the end of a stream."""
     data = [
         line.removeprefix("data: ") for line in answer.splitlines() if line.startswith("data: ")
     ]

@@ -1,4 +1,4 @@
-"""What /v1/messages/count_tokens says, against what the same calls are told that they had.
+"""Compares /v1/messages/count_tokens with the input tokens that answers to the same calls report.
 
     python -m benchmarks.clients.count_tokens --calls 500
 
@@ -37,7 +37,7 @@ SCHEMAS: list[dict[str, Any]] = [
 
 
 def random_calls(seed: int, count: int) -> Iterator[dict[str, Any]]:
-    """The fields that make the prompts of so many calls, always the same for one seed."""
+    """The fields that make the prompts of `count` calls; equal seeds give equal fields."""
     choose = random.Random(seed)
     return (_call(choose) for _ in range(count))
 

@@ -35,7 +35,7 @@ NAMED = {"type": "function", "function": {"name": "report"}}
 
 
 def _litellm(provider: str, url: str, model: str) -> dict[str, Any]:
-    """What says where to call, in LiteLLM's words."""
+    """LiteLLM's arguments that name the server and the model."""
     base = f"{url}/v1" if provider in ("openai", "hosted_vllm") else url
     return {"model": f"{provider}/{model}", "api_base": base, "api_key": KEY}
 
@@ -223,7 +223,7 @@ def _agno(kind: str, url: str, model: str, **options: Any) -> Any:
 
 
 def _agno_answer(run: Any) -> Any:
-    """What a run brought; its errors are only in its status."""
+    """The content of a run. A failed run says so only in its status."""
     assert "ERROR" not in str(run.status).upper(), run.content
     return run.content
 
@@ -294,7 +294,7 @@ def _llm_home(url: str, model: str) -> Iterator[dict[str, str]]:
 
 
 def _llm(environment: dict[str, str], *arguments: str, typed: str | None = None) -> str:
-    """What the command prints. typed: on its standard input."""
+    """The output of the command. typed: its standard input."""
     source = {"stdin": subprocess.DEVNULL} if typed is None else {"input": typed}
     done = subprocess.run(
         [sys.executable, "-m", "llm", *arguments],

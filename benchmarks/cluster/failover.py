@@ -52,7 +52,8 @@ TOOL = {
 
 @dataclass
 class Read:
-    """What came of one stream. choices: by index, all deltas joined, with log-probabilities."""
+    """The result of one stream. choices: the joined deltas of each choice, with log-probabilities,
+    by index."""
 
     choices: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
     pause_s: float = 0.0
@@ -122,7 +123,7 @@ async def read(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Re
 
 
 def _take(parts: dict[str, list[Any]], choice: dict[str, Any]) -> None:
-    """What of a chunk does not depend on how the stream was cut into chunks."""
+    """Add the parts of a chunk that don't depend on how the stream was cut into chunks."""
     logprobs = choice.get("logprobs") or {}
     content = [(each["token"], each["logprob"]) for each in logprobs.get("content") or ()]
     text = choice.get("text") or ""
@@ -238,7 +239,7 @@ def start_node(python: str, number: int, name: str) -> None:
 
 
 def wait_ready(seconds: float, num_replicas: int = 2) -> None:
-    """Until so many replicas are ready."""
+    """Wait until num_replicas replicas are ready."""
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         try:

@@ -160,7 +160,7 @@ def _cell(cpu_ns: list[float], wall_ns: list[float], case: Case) -> str:
 
 
 def noise_line(samples: list[Sample]) -> str:
-    """What other processes took; a machine that was not quiet is named so."""
+    """A line about the load of other processes, which says whether the machine was quiet."""
     others = [one.other_cores for one in samples if one.other_cores is not None]
     if not others:
         return "other processes: the system doesn't say"

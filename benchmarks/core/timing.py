@@ -1,4 +1,4 @@
-"""What both sides of `comparison.py` share: the cases' names and sizes, the clock, the dialogue.
+"""Code of both sides of `comparison.py`: names and sizes of cases, the clock, the dialogue.
 
 A side is a process of its own, in the environment of its engine: it reads one request per line,
 times that case and answers with one line of JSON. Standard library only, since it is imported by

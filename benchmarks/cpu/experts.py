@@ -5,7 +5,7 @@
 
 Without a model, one layer's experts are multiplied, of Qwen3-30B-A3B's shape (hidden size 2,048,
 128 experts of 768, 8 for each token), with random weights and a random choice for each call. With
-one, an engine decodes so many sequences, and a step reads everything else as well.
+a model, an engine decodes sequences, and a step also reads all other weights.
 
 A step needs the bytes of the *distinct* experts that its rows chose, once. Each turn reads a large
 array, computes, and reads it again; the share of the floor is the median over turns of: seconds
@@ -59,7 +59,7 @@ class Turn:
 
     @property
     def share(self) -> float:
-        """Of the floor."""
+        """The floor of the time, as a share of the measured time."""
         return self.num_bytes / self.read_bytes_s / self.took_s
 
 
@@ -81,7 +81,7 @@ def in_turns(step: Callable[[], float], num_turns: int, steps_per_turn: int) -> 
 
 
 def line(what: str, turns: Sequence[Turn], num_rows: int, others: float) -> str:
-    """What is printed of a measurement."""
+    """The line to print for a measurement."""
     took_s = statistics.median(turn.took_s for turn in turns)
     shares = sorted(turn.share for turn in turns)
     rate = statistics.median(turn.num_bytes / turn.took_s for turn in turns)
@@ -154,7 +154,7 @@ def measure_layer(kernels: NativeKernels, layout: str, rows: Sequence[int], num_
 
 
 def step_bytes(config: DecoderConfig, precision: str, num_rows: int) -> float:
-    """That a decode step of so many rows has to read, without K and V."""
+    """The bytes that a decode step of num_rows rows has to read, without K and V."""
     stored = PRECISIONS[precision]
     num_weights, num_routers = 0.0, 0.0
     for layer in range(config.num_layers):

@@ -26,7 +26,7 @@ MAX_STEP_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What the machine gives at best: bytes read per second, operations per second by precision."""
+    """The machine's best rates: bytes read per second, operations per second by precision."""
 
     read_bytes_s: float
     ops_s: dict[str, float]
@@ -67,7 +67,7 @@ PRECISIONS = {
         Precision("int4", 0.5 + 2 / 32, 0.5 + 2 / 32, "int4"),
         # A scale of two bytes for each 32.
         Precision("Q8_0", 1 + 2 / 32, 1 + 2 / 32, "int8"),
-        # Of layers about one weight in seven is Q6_K, the others Q4_K; the projection is Q6_K.
+        # About one weight in seven of the layers is Q6_K, the others are Q4_K. The head is Q6_K.
         Precision("Q4_K_M", (6 * 144 + 210) / 7 / 256, 210 / 256, "int4"),
     )
 }
@@ -109,7 +109,8 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * KV_BYTES
 
     def attention_ops(self, first: int, count: int) -> int:
-        """Of `count` queries at positions from `first` on, each over all keys up to its own."""
+        """Operations of `count` queries at positions from `first` on, each over all keys up to its
+        own."""
         num_pairs = count * first + count * (count + 1) // 2
         return 4 * self.num_layers * self.num_heads * self.head_dim * num_pairs
 
@@ -145,9 +146,9 @@ class Floors:
     roofline: Roofline
 
     def step_s(self, step: Step) -> float:
-        """Of one step; see the module's text for the formula."""
+        """The least seconds of one step; the docstring of the module has the formula."""
         shape, ops_s = self.shape, self.roofline.ops_s
-        # Of the input embedding a step reads one row per token: nothing beside the rest.
+        # A step reads only one row per token of the input embedding, which is negligible.
         read = shape.layer_weights * self.precision.layer_bytes
         read += shape.head_weights * self.precision.head_bytes * (step.num_sampled > 0)
         read += step.num_context_tokens * shape.kv_bytes_per_token
@@ -164,7 +165,8 @@ class Floors:
         return Step(count, int(sampled), first + count, ops)
 
     def decode_tok_s(self, contexts: Sequence[int]) -> float:
-        """Tokens per second over all sequences, each with so many tokens before the new one."""
+        """Tokens per second of all sequences, which have these numbers of tokens before the new
+        one."""
         total = NO_WORK
         for context in contexts:
             total += self.chunk(context, 1, sampled=True)

@@ -62,12 +62,12 @@ class Case:
 
     @property
     def layer_bytes(self) -> int:
-        """Of the stored vectors that are read, in bf16."""
+        """The bytes of the stored vectors that a layer reads, in bf16."""
         return 2 * self.rows * self.context * self.spec.head_dim
 
     @property
     def num_ops(self) -> int:
-        """Of a layer: what causal queries see."""
+        """The operations of a layer for the keys that causal queries see."""
         pairs = self.chunk * self.context - self.chunk * (self.chunk - 1) // 2
         sizes = self.spec.head_dim + self.value_dim
         return 2 * self.rows * self.spec.num_heads * pairs * sizes
@@ -77,7 +77,7 @@ class Case:
         return max(2, -(-UNCACHED_BYTES // self.layer_bytes))
 
     def batch(self) -> AttentionBatch:
-        """Of blocks that lie anywhere."""
+        """The batch, with its blocks at random places."""
         per_row = -(-self.context // self.block_size)
         table = torch.randperm(self.rows * per_row).to(torch.int32).view(self.rows, per_row)
         positions = torch.arange(self.context - self.chunk, self.context)
@@ -129,8 +129,8 @@ class Case:
 
 
 def median_s(rounds: int, sides: list[list[Callable[[], torch.Tensor]]]) -> list[float]:
-    """Of a layer of each side; a round runs all layers of the one, then all of the other, each time
-    once the threads of the other no longer spin."""
+    """The median seconds of a layer, for each side. A round runs all layers of one side, then all
+    of the other, each time after the threads of the other have stopped spinning."""
     found: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds + 1):
         for times, layers in zip(found, sides, strict=True):
@@ -153,7 +153,7 @@ def better(roofs: Roofs) -> Roofs:
 
 
 def line(case: Case, ours_s: float, theirs_s: float, roofs: Roofs) -> str:
-    """Of the table."""
+    """A line of the table."""
     floor_s = max(case.layer_bytes / roofs[0], case.num_ops / roofs[1])
     return (
         f"{case.context:9d}{case.chunk:7d}{case.rows:6d}{ours_s * 1e3:12.3f}{theirs_s * 1e3:12.3f}"

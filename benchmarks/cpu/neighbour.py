@@ -1,4 +1,4 @@
-"""What a busy neighbour costs: decoding alone, and beside a loop that never rests on one processor.
+"""The cost of a busy neighbour: decoding alone, and beside an endless loop on one processor.
 
     python -m benchmarks.cpu.neighbour --rounds 4 --out neighbour.json
     python -m benchmarks.cpu.neighbour --setup peers.toml --model llama-160m --precision bf16
@@ -47,7 +47,7 @@ class Speeds:
     other_cores: float = 0.0
 
     def row(self) -> list[str]:
-        """Of the table."""
+        """The row of the table."""
         alone, beside = statistics.median(self.alone), statistics.median(self.beside)
         spread = f"{number(min(self.beside))} to {number(max(self.beside))}"
         kept = f"{100 * beside / alone:.0f}%"

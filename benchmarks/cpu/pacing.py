@@ -57,7 +57,7 @@ class Load:
 
 @dataclass(slots=True)
 class Round:
-    """What one budget gave in one round. itl_s: gaps of the streams, while requests came.
+    """The results of one budget in one round. itl_s: gaps of the streams, while requests came.
     num_decodes: mean over time of rows that decoded."""
 
     budget: str
@@ -83,7 +83,8 @@ class Driver:
         self._random = random.Random(load.seed)
 
     def start_streams(self, num_streams: int) -> None:
-        """End the streams that run and start so many anew, so that all rounds begin alike."""
+        """End the running streams and start num_streams new ones, so that all rounds begin
+        alike."""
         for name in self._streams:
             self.engine.abort(name)
         self._streams = {}

@@ -168,7 +168,8 @@ def quire_engines(
 def choose(
     setup: Setup, models: Sequence[str], engines: Sequence[str], precisions: Sequence[str]
 ) -> Setup:
-    """What is left by name; an empty list leaves all. Raises SetupError where nothing is left."""
+    """The setup with only the named entries; an empty list keeps all. Raises SetupError if nothing
+    is left."""
     left_models = [one for one in setup.models if not models or one.name in models]
     left_engines = [
         one

@@ -76,7 +76,7 @@ class Side:
         self._num_filled = self._num_seqs = self._num_steps = 0
 
     def start(self, case: Case, num_steps: int) -> None:
-        """Fill the contexts, of which so many steps may follow."""
+        """Fill the contexts, with room for num_steps steps after them."""
         from quire.core.sampling_params import DecodingParams
         from quire.core.step import RowAdmission
 
@@ -137,7 +137,7 @@ class Side:
 
 
 def timed_s(run: Callable[[], None], count: int) -> float:
-    """Of one of `count` calls, on average."""
+    """The mean seconds of `count` calls."""
     started_s = time.perf_counter()
     for _ in range(count):
         run()
@@ -173,7 +173,7 @@ def prefill(sides: list[Side], num_tokens: int, rounds: int) -> list[float]:
 
 @contextmanager
 def raised_model(source: Path, num_positions: int) -> Iterator[Path]:
-    """The model in a temporary folder, its config allowing so many positions at least."""
+    """The model in a temporary folder, with a config that allows at least num_positions."""
     with TemporaryDirectory(prefix="quantized-kv-") as name:
         target = Path(name)
         for path in source.iterdir():

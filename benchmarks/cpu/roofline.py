@@ -1,4 +1,4 @@
-"""What the machine gives at best: bytes read per second, operations per second in large products.
+"""The machine's best rates: bytes read per second, operations per second in large products.
 
     python -m benchmarks.cpu.roofline --threads 2 [--kernels avx2] [--out roofline.json]
 

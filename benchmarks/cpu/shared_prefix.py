@@ -1,4 +1,4 @@
-"""What attention gains by reading a shared prefix once: branches of one prompt, a decode step.
+"""The gain of attention that reads a shared prefix once: branches of one prompt, a decode step.
 
 Two steps with the same queries and the same stored tokens alternate, round by round: in one the
 branches' block tables name the same blocks for the prefix, in the other each has a copy of its own.
@@ -138,7 +138,7 @@ def compare(case: Case, num_rounds: int, clock: Clock) -> tuple[Side, Side]:
 
 
 def read_bytes_per_us() -> float:
-    """Of memory, far beyond the caches: the best of some sums."""
+    """The rate of reading memory far beyond the caches: the best of five sums."""
     buffer = torch.ones(64 << 20)
     return buffer.nbytes / min(time_us(buffer.sum, time.perf_counter) for _ in range(5))
 

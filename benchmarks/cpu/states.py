@@ -85,7 +85,7 @@ class Shape:
         return (torch.randn(num_tokens, spec.num_channels).bfloat16(),)
 
     def weights(self) -> Mamba2Weights | Tensors:
-        """Of Mamba-2 or of a convolution; nothing else has any."""
+        """The weights of Mamba-2 or of a convolution; other kinds have none."""
         spec = self.spec
         if isinstance(spec, Mamba2Spec):
             a, d, bias = (torch.rand(spec.num_heads) for _ in range(3))
@@ -275,7 +275,7 @@ class Memory:
 
 
 def batch_of(table: torch.Tensor, num_tokens: int, context: int) -> StateBatch:
-    """A step in which every row takes so many tokens."""
+    """A step in which every row computes num_tokens tokens."""
     num_rows = len(table)
     return StateBatch(
         query_start=torch.arange(num_rows + 1, dtype=torch.int32) * num_tokens,
@@ -299,7 +299,8 @@ def keep_freed_memory() -> None:
 
 
 def medians_s(rounds: int, sides: list[Callable[[], object]]) -> list[float]:
-    """Of a call of each side, in turns, each once the threads of the others no longer spin."""
+    """The median seconds of a call of each side. Sides take turns, and each waits until the threads
+    of the others have stopped spinning."""
     found: list[list[float]] = [[] for _ in sides]
     for index in range(rounds + 1):
         turn = list(zip(found, sides, strict=True))

@@ -1,4 +1,4 @@
-"""What `cpu.py` found, as a table in Markdown: figure, peers, ratio, floor and share of it.
+"""The results of `cpu.py` as a table in Markdown: figure, peers, ratio, floor and share of it.
 
     python -m benchmarks.cpu.tables --setup peers.toml cpu.json [more.json ...]
 
@@ -57,7 +57,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> "Results":
-        """What `cpu.py` wrote."""
+        """Read the results that `cpu.py` wrote."""
         raw = json.loads(path.read_text())
         samples = [Sample(**one) for one in raw.pop("samples")]
         return cls(samples, **raw)

@@ -3,10 +3,10 @@
     python -m benchmarks.cpu.unlike_layers --model FOLDER --loads 1x32768,16x8192 \\
         --peer-gguf FILE.gguf --llama-batched-bench BUILD/bin/llama-batched-bench
 
-A load is so many sequences with prompts of so many tokens, random and all different. They are all
-given at once; when each has its first token, decode steps are timed, in turns with plain reads of
-a large array. Every load and engine is a process of its own, of which the peak of resident memory
-is known.
+A load such as 16x8192 is 16 sequences with different random prompts of 8,192 tokens each. They are
+all given at once; when each has its first token, decode steps are timed, in turns with plain reads
+of a large array. Every load and engine is a process of its own, of which the peak of resident
+memory is known.
 
     decode floor    weights of a step, keys and values that its layers see (of a window: no more
                     than that), and states twice (read and written), over the bandwidth read before
@@ -93,7 +93,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a model's steps need at least.
+    """The least bytes and operations of a model's steps.
 
     weight_bytes: of all that is stored. step_weight_bytes: that a decode step reads.
     layers: of each attention layer, bytes of a token's K and V, operations for each pair of query
@@ -108,13 +108,13 @@ class Needs:
 
     @classmethod
     def of(cls, config: DecoderConfig) -> "Needs":
-        """Of a model in bf16 without experts."""
+        """The needs of a model in bf16 without experts."""
         found = footprint(config, torch.bfloat16, LinearMethods(DenseMethod()))
         head_bytes = config.vocab_size * config.hidden_size * ITEM_BYTES
         return cls(
             weight_bytes=found.weight_bytes,
             step_weight_bytes=found.token_bytes,
-            # Of a prompt only the last token has logits. Two operations for each weight.
+            # Only the last token of a prompt has logits. Each weight takes two operations.
             linear_ops=2 * (found.token_bytes - head_bytes) // ITEM_BYTES,
             layers=tuple(
                 (
@@ -137,7 +137,7 @@ class Needs:
         return self.step_weight_bytes + kv_bytes + 2 * len(contexts) * self.state_bytes
 
     def step_ops(self, contexts: Sequence[int]) -> int:
-        """Of the linears, the head and the attention of a decode step of these sequences."""
+        """Operations of linears, head and attention in a decode step of these sequences."""
         num_weights = self.step_weight_bytes // ITEM_BYTES
         pairs = sum(
             pair_ops * min(context, window or context)
@@ -147,7 +147,7 @@ class Needs:
         return 2 * len(contexts) * num_weights + pairs
 
     def prompt_ops(self, prompt_len: int) -> int:
-        """Of the linears and the attention of one prompt."""
+        """Operations of linears and attention of one prompt."""
         total = prompt_len * self.linear_ops
         for _, pair_ops, window in self.layers:
             seen = min(prompt_len, window or prompt_len)
@@ -158,7 +158,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one load in one engine; the fields with a default are known of quire only.
+    """The figures of one load in one engine. Only quire has the fields with a default.
 
     others: cores that other processes took meanwhile. held_bytes: that block tables hold when all
     prompts are computed, states included. decode_share: of what bytes alone
@@ -252,7 +252,8 @@ def product_ops_s(threads: int) -> float:
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """Of a decoder without experts, whose steps are counted here; others are refused."""
+    """The config of a decoder without experts. Other models are refused, since their steps can't be
+    counted here."""
     config = load_config(folder)
     if not isinstance(config, DecoderConfig) or any(config.mixtures or ()):
         sys.exit(f"{folder}: --model must be a decoder of quire's own, without experts")
@@ -281,7 +282,7 @@ def run_llama(args: argparse.Namespace, load: Load, has_states: bool) -> Figures
 
 
 def _run(words: Sequence[str]) -> tuple[str, int, float]:
-    """What a command prints, its peak of resident memory in bytes, and the cores of others."""
+    """The output of a command, its peak of resident memory in bytes, and the cores of others."""
     meter = NoiseMeter()
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -157,7 +157,7 @@ def _measure_slice(
 
 
 def shares(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Of the time between the results."""
+    """The share of each part in the time between the results."""
     total_s = sum(record.busy_s + record.gap_s for record in records)
     found = {"busy": sum(record.busy_s for record in records) / total_s}
     for part in HOST_PARTS:
@@ -172,7 +172,7 @@ def shares(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def since(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
-    """What the accounts say of the time between."""
+    """The shares and rates of the time between two readings of the accounts."""
     spent = {name: after[name] - before[name] for name in ("busy_s", "gap_s", "idle_s", "floor_s")}
     work = {name: after[name] - before[name] for name in ("num_bytes", "operations")}
     busy_s = spent["busy_s"]
@@ -233,7 +233,7 @@ class NoAccounts(Utilization):
 
 
 def measure_cost(model: str, load: str, rows: int, seconds: float) -> dict[str, Any]:
-    """Of one engine, blocks of steps with its accounts, without, and with them again, by turns."""
+    """Time blocks of steps of one engine with its accounts, without them, and with them again."""
     engine = engine_for(model, rows)
     requests = Requests(load, engine.limits.vocab_size)
     step_until(engine, requests, rows, time.perf_counter() + WARM_SHARE * seconds)

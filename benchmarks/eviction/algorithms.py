@@ -21,7 +21,7 @@ def pop_first(keys: Keys) -> int:
 
 
 class Algorithm(ABC):
-    """What is cached and held, around an algorithm's order of the free contents."""
+    """The cached and the held contents. Subclasses order the free contents."""
 
     def __init__(self, num_blocks: int, accesses: list[Access]) -> None:
         self.num_blocks = num_blocks
@@ -140,7 +140,7 @@ class Ranked(Algorithm):
 
     @abstractmethod
     def value(self, key: int, depth: int) -> float:
-        """What a content is worth, now that it has been used."""
+        """The value of a content that has just been used."""
 
     def evicted(self, key: int, value: float) -> None:
         """A content of that value was evicted."""

@@ -118,7 +118,7 @@ def replay(
     *,
     of_all: bool = False,
 ) -> Hits:
-    """What the engine's memory finds.
+    """The hits of the engine's memory.
 
     of_all: before each request, of all sessions that have begun, not of that which comes. Where
     any is as likely to come, that is what is to be expected, without the luck of the draw.
@@ -141,7 +141,8 @@ def replay(
 
 @dataclass
 class _Kept:
-    """Of one session: tokens of its prefix, and when it comes next; as a guess, minus the last."""
+    """A session: the tokens of its prefix, and the time of its next turn. A guess of this time is
+    minus the time of the last turn."""
 
     num_tokens: int = 0
     next_turn: int = sys.maxsize
@@ -160,7 +161,7 @@ class Oracle:
         self.growth = Growth(self.groups, BLOCK_SIZE)
 
     def replay(self, turns: Sequence[Turn], *, of_all: bool = False) -> Hits:
-        """What it finds; of_all: see the function `replay`."""
+        """The hits; of_all: see the function `replay`."""
         following, coming = [sys.maxsize] * len(turns), dict[int, int]()
         for index in range(len(turns) - 1, -1, -1):
             following[index] = coming.get(turns[index].session, sys.maxsize)
@@ -208,7 +209,7 @@ class Oracle:
         return most + self.growth.state_size * (2 if num_found else 1)
 
     def _make_room(self, num_blocks: float) -> None:
-        """Give up tails of those that come last, until the others take so many blocks."""
+        """Drop tails of the sessions whose turns come last, until the rest takes num_blocks."""
         excess = sum(self._size(kept.num_tokens) for kept in self.kept.values()) - num_blocks
         for session in sorted(self.kept, key=lambda name: -self.kept[name].next_turn):
             if excess <= 0:
@@ -246,7 +247,7 @@ def sessions(num_sessions: int, num_turns: int, order: str, seed: int = 0) -> li
 
 
 def traced_sessions(path: Path, requests: slice) -> list[Turn]:
-    """Those of a trace, a block of which stands for one of BLOCK_SIZE tokens.
+    """The turns of a trace, whose blocks stand for blocks of BLOCK_SIZE tokens.
 
     A request continues a session if it has all its full blocks; what else it shares with others, as
     a system prompt, is not counted. Answers are not in traces.
@@ -350,7 +351,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--order", type=names_of(("round", "random")), default=["round", "random"])
     parser.add_argument("--sessions", type=int, default=24)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=1, help="so many draws, added up")
+    parser.add_argument("--seeds", type=int, default=1, help="draws, whose results are added")
     parser.add_argument(
         "--of-all",
         action="store_true",

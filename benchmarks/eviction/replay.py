@@ -16,7 +16,7 @@ from quire.core.memory.eviction import OrderFactory
 
 
 class Cache(Protocol):
-    """What holds the blocks: the engine's own pool, or an algorithm of the study."""
+    """The owner of the blocks: the engine's own pool, or an algorithm of the study."""
 
     @property
     def num_free(self) -> int:
@@ -46,7 +46,7 @@ CacheFactory = Callable[[int, list[Access]], Cache]
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
-    """What a replay counted. num_skipped: requests longer than the whole pool."""
+    """The counts of a replay. num_skipped: requests longer than the whole pool."""
 
     num_blocks: int
     num_hits: int

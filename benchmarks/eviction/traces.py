@@ -37,9 +37,9 @@ class Mix:
 
     zipf: popularity falls as rank ** -zipf. hot_share: part of the requests that begin with a hot
     prompt. *_blocks: (fewest, most) of a hot prompt, of the one-off rest behind it, of a one-off
-    prompt. renewed_every: after so many requests one hot prompt is replaced by a new one; 0 for
-    never. burst: so many requests in a row are scans, then as many draw from both, so that the
-    hot set's share of requests is halved. seconds between arrivals: always 1.
+    prompt. renewed_every: the number of requests after which one hot prompt is replaced by a new
+    one; 0 for never. burst: this number of consecutive requests are scans, then as many draw from
+    both, so that the hot set's share of requests is halved. seconds between arrivals: always 1.
     """
 
     seed: int = 0

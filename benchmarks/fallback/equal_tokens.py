@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", help="model types, as config.json has them")
     parser.add_argument("--all", action="store_true", help="those that the flags rule out, too")

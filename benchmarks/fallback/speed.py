@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="a folder")
     parser.add_argument("--rounds", type=int, default=5)
@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def tokens_per_s(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
-    """Of all streams together, prompts included in the time."""
+    """The rate of all streams together; the time includes the prompts."""
     wanted = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
     start_s = time.perf_counter()
     llm.generate([{"prompt_token_ids": list(each)} for each in prompts], wanted, use_tqdm=False)

@@ -50,8 +50,8 @@ def _linear(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Linear:
-    """Of the same random weights and adapters for the same sizes; the slot 7 has none of one part,
-    and held another adapter before."""
+    """A linear with the same random weights and adapters for the same sizes. Slot 7 has no adapter
+    for one part, and held another adapter before."""
     num_inputs, parts = sizes
     linear = Linear(num_inputs, parts, LinearKind.COLUMN, bias=False, dtype=dtype, device=device)
     linear.use(DenseMethod(), dtype, device)
@@ -82,8 +82,8 @@ def _equal_alone(
     crowd: torch.Tensor,
     slots: torch.Tensor,
 ) -> bool:
-    """What is added to some rows, by themselves: to zeros, for the linear's own sums depend on the
-    batch where it is not invariant."""
+    """Whether rows get the same adapter results alone as in the batch. Results are added to zeros,
+    since the linear's own sums may depend on the batch."""
     assert linear.adapter is not None
     kernels.set_rows(slots)
     whole = linear.adapter(x, torch.zeros_like(crowd))

@@ -37,7 +37,7 @@ DECODE_GOAL, PREFILL_GOAL, PREFILL_AIM = 0.85, 0.40, 0.55
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Sequences with so many tokens written before, and so many queries each in the step.
+    """Sequences, with the numbers of tokens written before and of queries in the step.
 
     kv_format: of the pages, if not the model's dtype.
     """
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def kv(self) -> KVFormat:
-        """What K and V are kept in."""
+        """The format in which K and V are stored."""
         return self.kv_format or KVFormat.plain(self.dtype)
 
 
@@ -61,7 +61,7 @@ def heads(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionSpec:
 
 
 def latents(num_heads: int, head_dim: int = 576, value_dim: int = 512) -> AttentionSpec:
-    """Of DeepSeek-V2 and V3, unless said otherwise."""
+    """The spec of a latent layer, by default that of DeepSeek-V2 and V3."""
     return AttentionSpec(num_heads, 1, head_dim, scale=head_dim**-0.5, value_dim=value_dim)
 
 
@@ -145,8 +145,8 @@ class PagedSequences:
 
 
 def attention_error(bench: Bench, case: Case) -> float:
-    """Of a step after one that wrote the context, both on the device, against the float64 oracle;
-    the larger one."""
+    """The error of two steps on the device against the float64 oracle: one that writes the context,
+    and one after it. Returns the larger error."""
     paged = PagedSequences(bench, case)
     no_tokens = [0] * len(case.befores)
     steps = [(no_tokens, case.befores), (case.befores, case.queries)]

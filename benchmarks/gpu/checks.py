@@ -38,7 +38,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What came of a check. value: of a case. error: "", or what it raised."""
+    """The result of a check. value: the result of a case. error: the error that it raised, or
+    ""."""
 
     check: Check
     rows: list[Row]
@@ -47,7 +48,7 @@ class Done:
 
 
 def all_checks(bench: Bench) -> list[Check]:
-    """Those that take longest first."""
+    """All checks; those that take longest come first."""
     dtypes = kernels.dtypes(bench)
     others = {"states": states.check_states, "adapters": adapters.check_adapters}
     found = [
@@ -68,7 +69,7 @@ def all_checks(bench: Bench) -> list[Check]:
 
 
 def check_kernels(bench: Bench) -> None:
-    """One that raises is a failed row, and the others go on."""
+    """Run all checks. A check that raises an error becomes a failed row."""
     worst, checks, num_done = attention.Worst(), all_checks(bench), 0
     for one in spread(bench, checks):
         num_done += 1

@@ -1,4 +1,4 @@
-"""What the sections of `gpu.py` share: rows of results, clocks, engines, models of random weights.
+"""Code that the sections of `gpu.py` share: result rows, clocks, engines, random models.
 
 A section is a function of a `Bench`. It asks the bench for the device, for engines and for times,
 and gives it rows; it knows neither the other sections nor the report.
@@ -63,7 +63,7 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is measured; sections that check name theirs."""
+        """The dtype of measurements. Sections with checks choose their own."""
         return torch.float32 if self.small else torch.bfloat16
 
     @property
@@ -78,7 +78,7 @@ class Bench:
         self.add_row(Row(self.section, name, None if value is None else float(value), unit, **more))
 
     def add_row(self, row: Row) -> None:
-        """One that was made elsewhere."""
+        """Add a row that was made elsewhere."""
         self.rows.append(row)
         with open(self.out, "a") as lines:
             lines.write(json.dumps(asdict(row)) + "\n")
@@ -197,7 +197,7 @@ def _event() -> Any:
 
 @dataclass(slots=True)
 class Answer:
-    """What one request brought, and when."""
+    """The tokens of one request, and their times."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -293,8 +293,8 @@ MINIATURE: dict[str, Any] = {
 _COMMON: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "bos_token_id": None}
 _COMMON |= {"eos_token_id": None, "pad_token_id": None}
 
-# Weights are cut from one stretch of so many random numbers, at places that differ: as good as
-# fresh ones for speed, and 8 billion of them are there in seconds.
+# Weights are cut from one stretch of this number of random numbers, at different places. For speed
+# this is as good as fresh numbers, and 8 billion weights are made in seconds.
 _NUM_RANDOM = 2**24 + 3
 
 

@@ -76,13 +76,14 @@ COPY_BYTES_PER_S = 4.2e12  # of an H200: the 88% of its 4.8e12 that copies reach
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a step reads once in 16 bits: all weights, and K and V of each token of a context."""
+    """The bytes that a step reads in 16 bits: all weights, and K and V of each token of a
+    context."""
 
     weight_bytes: float
     bytes_per_token: int
 
     def floor_s(self, num_rows: int) -> float:
-        """What a decode step of so many rows takes at least."""
+        """The least seconds of a decode step of num_rows rows."""
         context = NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS / 2
         num_bytes = self.weight_bytes + num_rows * context * self.bytes_per_token
         return num_bytes / COPY_BYTES_PER_S
@@ -272,7 +273,7 @@ class Share:
 
 
 def summarize(num_rows: int, steps: Sequence[Step]) -> list[Share]:
-    """Of steps that only decode, and of those with prompts in them."""
+    """The shares of steps that only decode, and of steps with prompts."""
     kinds = {
         "decode": [step for step in steps if not step.num_prefill_tokens],
         "with prompts": [step for step in steps if step.num_prefill_tokens],
@@ -314,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=1000, help="of each crowd (%(default)s)")
     parser.add_argument("--out", type=Path, help="where to write all figures as JSON")
     parser.add_argument(
-        "--profile", type=int, help="also print so many functions, by their own time"
+        "--profile", type=int, help="also print this number of functions, by their own time"
     )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

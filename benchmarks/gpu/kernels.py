@@ -74,7 +74,7 @@ COVERS = {
 
 
 def measure_kernels(bench: Bench) -> None:
-    """What a step spends time in beside attention."""
+    """Measure the parts of a step other than attention."""
     measure_skinny(bench)
     measure_sampling(bench)
 
@@ -201,7 +201,7 @@ def check_linears(bench: Bench, dtype: torch.dtype) -> None:
 
 
 def _normed_error(bench: Bench, linear: Linear, dtype: torch.dtype) -> float:
-    """Of a row that the linear norms itself, against the separate kernels; 0 if it can't."""
+    """The error of a row that the linear norms itself, against separate kernels; 0 if it can't."""
     x, residual, weight = (_random(bench, 1, linear.input_size, dtype=dtype) for _ in range(3))
     if not linear.takes_unnormed(x):
         return 0.0
@@ -272,7 +272,8 @@ def _linear(
     is_invariant: bool | None,
     is_head: bool = False,
 ) -> Linear:
-    """Of the same random weights for the same sizes; is_invariant None: torch's, on the CPU."""
+    """A linear with the same random weights for the same sizes. If is_invariant is None, torch
+    computes it on the CPU."""
     family, device = None, torch.device("cpu")
     if is_invariant is not None:
         family = TritonLinears(TritonOperators(), batch_invariant=is_invariant)

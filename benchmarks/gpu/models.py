@@ -152,7 +152,8 @@ def measure_full_batch(
 
 
 def measure_idle(bench: Bench, model: Model, engine: Engine, vocab_size: int) -> None:
-    """What share of the time the device waits between steps of 64 decoding sequences."""
+    """Measure the share of time in which the device waits between steps of 64 decoding
+    sequences."""
     from torch.profiler import ProfilerActivity, profile
 
     num = 64
@@ -191,7 +192,7 @@ def _add(engine: Engine, load: Load) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Of a span of time: shares in which the device did nothing; long ones are above PAUSE_US."""
+    """The shares of a time span in which the device did nothing. Long pauses are above PAUSE_US."""
 
     span_s: float
     idle_share: float
@@ -222,7 +223,7 @@ def device_pauses(events: Iterable[Mapping[str, Any]], skipped: float = 0.0) -> 
 
 
 def check_memory(bench: Bench) -> None:
-    """What does not fit is refused before anything is served, with what to lower."""
+    """Check that sizes that don't fit are refused at the start, with advice on what to lower."""
     folder = make_model(bench, SMALL_MODEL.name, SMALL_MODEL.config)
     cases: dict[str, dict[str, Any]] = {
         "a KV cache larger than the device": {"kv_cache_memory": "900GiB"},

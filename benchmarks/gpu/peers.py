@@ -30,7 +30,7 @@ from quire.engine.engine import Engine
 OVER_CONTIGUOUS, OVER_STATIC = 2.0, 6.0
 
 NUM_REQUESTS = 120
-# Static batching is many times slower: its rate is that of the first so many requests.
+# Static batching is many times slower, so its rate is measured with fewer requests.
 NUM_STATIC = 42
 NUM_HF_STATIC = 14
 # Pages of transformers' cache are 256 tokens.

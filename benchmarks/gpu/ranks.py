@@ -1,4 +1,4 @@
-"""What ranks say to each other, over NCCL, by a group of one: all that a single GPU can show of it.
+"""Checks collectives over NCCL in a group of one rank, which is all that one GPU allows.
 
 The group is made, its calls leave what one rank sends as it is, also when they are captured in a
 CUDA graph and replayed on other numbers, and it lets go at the end.

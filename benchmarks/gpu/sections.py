@@ -83,7 +83,7 @@ SECTIONS = {
 
 @dataclass(slots=True)
 class Outcome:
-    """Of a section. status: "done", "failed", "timed out" or "no time left"."""
+    """The outcome of a section. status: "done", "failed", "timed out" or "no time left"."""
 
     section: str
     status: str
@@ -219,7 +219,7 @@ def write(args: argparse.Namespace, outcomes: list[Outcome], began_s: float) -> 
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on; imports nothing heavy."""
+    """The machine and the versions of the run; imports no large packages."""
     versions = {}
     for package in ("torch", "triton", "transformers"):
         try:

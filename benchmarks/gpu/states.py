@@ -79,7 +79,7 @@ class Sequences:
         return cls(backend, spec, table, [0] * num_sequences, learned_of(spec, bench.device))
 
     def plan(self, lengths: dict[int, int]) -> None:
-        """The step in which each of these sequences computes so many tokens."""
+        """Plan the step in which each of these sequences computes its number of tokens."""
         for sequence, length in lengths.items():
             self.computed[sequence] += length
         device, lens = self.table.device, list(lengths.values())

@@ -59,7 +59,7 @@ def measure_utilization(bench: Bench) -> None:
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """What is there is not looked at by the garbage collector, as in the engine's process."""
+    """Keep existing objects from the garbage collector, as the engine's process does."""
     gc.collect()
     gc.freeze()
     try:
@@ -138,7 +138,7 @@ class _FullLoad:
 
 
 def _spent(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
-    """Of the time between two readings, the share of each use; and how long it was."""
+    """The share of each use in the time between two readings, and the length of this time."""
     names = ("busy_s", "gap_s", "idle_s")
     total_s = sum(after[name] - before[name] for name in names)
     found = {name: (after[name] - before[name]) / total_s for name in (*names, "launching_s")}
@@ -185,9 +185,9 @@ class _Records:
 
 
 def _measure_parts(bench: Bench, loop: _FullLoad, load: str, num_steps: int) -> None:
-    """What the host does in a step, with prompts in it and without. Of the parts, those up to
-    `sample` are a step's own launch, and fall into the time of the step before it: they only add up
-    over steps of any kind."""
+    """Measure the host's parts of a step, with prompts and without. The parts up to `sample` belong
+    to the launch of a step, which runs during the step before it. So the parts add up only over
+    steps of all kinds."""
     engine, records = loop.engine, _Records()
     engine.trace = records  # type: ignore[assignment]
     try:
@@ -300,7 +300,7 @@ class _NoAccounts(Utilization):
 
 @contextmanager
 def _without_accounts(engine: Engine) -> Iterator[None]:
-    """Nothing is counted and no events are recorded, from one step without others in flight on."""
+    """Switch off accounts and events inside the block, which begins while no step is in flight."""
     runner: Any = engine._runner
     kept, timer = engine.utilization, runner._timer
     engine.utilization, runner._timer = _NoAccounts(0.0), None
@@ -389,7 +389,7 @@ def _drain(loop: _FullLoad) -> None:
 
 
 def _time_steps(loop: _FullLoad, num_steps: int) -> float:
-    """Seconds of so many steps, after two that fill the queue."""
+    """Seconds of num_steps steps, after two steps that fill the queue."""
     for _ in range(2):
         loop.step()
     began_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a crowd of JSON answers loses of the throughput of free ones, in one process by turns.
+"""The throughput that many JSON answers lose against free ones, in one process by turns.
 
     python -m benchmarks.grammars.crowd MODEL [--num-rows 48] [--num-tokens 48] [--rounds 5]
 
@@ -31,7 +31,7 @@ SCHEMA = {
 
 
 def tokens_per_s(llm: LLM, params: SamplingParams, num_rows: int) -> float:
-    """Of one crowd whose prompts differ. Every answer has max_tokens tokens."""
+    """The rate of requests with different prompts. Every answer has max_tokens tokens."""
     prompts = [{"prompt_token_ids": [5, 7 + row]} for row in range(num_rows)]
     began_s = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -120,7 +120,7 @@ def cases(suite: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class Times:
-    """Of one kind of work, in seconds: of the processor and on the clock."""
+    """The times of one kind of work, in seconds of the processor and of the clock."""
 
     def __init__(self) -> None:
         self.processor_s: list[float] = []
@@ -135,7 +135,7 @@ class Times:
         self.clock_s.append(time.perf_counter() - clock_s)
 
     def line(self, scale: float, unit: str) -> str:
-        """What to print of them, a unit being a second divided by `scale`."""
+        """The line to print. A unit is a second divided by `scale`."""
         parts = []
         for name, values in (("processor", self.processor_s), ("clock", self.clock_s)):
             ordered = sorted(values)
@@ -149,7 +149,7 @@ class Times:
 
 
 class Tally:
-    """What came of all schemas and instances, with times in seconds."""
+    """The results of all schemas and instances, with times in seconds."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler

@@ -235,7 +235,7 @@ def _carry(args: argparse.Namespace, load: MemoryLoad, budget: Budget) -> dict[s
 
 
 def _share(args: argparse.Namespace, load: MemoryLoad, budget: Budget) -> list[Any]:
-    """What parallel samples and beams share; a line of progress for each number of branches."""
+    """Measure what parallel samples and beams share. Prints a line for each number of branches."""
     # These bring torch, and this is called only once all options were checked.
     from benchmarks.memory.sharing import Sharing, share
     from quire.bench.compare import say
@@ -260,7 +260,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _setting(args: argparse.Namespace, load: MemoryLoad, budget: Budget) -> dict[str, Any]:
-    """What was run, in values that JSON can hold."""
+    """The setting of the run, in values that JSON can hold."""
     is_published = (
         (load.input_mean, load.output_mean)
         == (SHAPES[args.lengths].input_mean, SHAPES[args.lengths].output_mean)

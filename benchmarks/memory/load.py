@@ -21,7 +21,7 @@ _LENGTHS, _ARRIVALS, _TOKENS = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What requests of one kind look like, and how many a second were sent. Means in tokens."""
+    """The lengths of requests of one kind, and their rate. Means are in tokens."""
 
     input_mean: int
     output_mean: int
@@ -39,7 +39,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryLoad:
-    """What load to make.
+    """The load to make.
 
     input_mean, output_mean: in tokens, of what is drawn, after the cut to 1 .. max_model_len / 2.
     sigma: standard deviation of the logarithm of both lengths; 0 makes all equal. With 0.8 the

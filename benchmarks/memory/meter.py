@@ -1,4 +1,4 @@
-"""What the slots of the KV cache hold, step by step.
+"""Measures the contents of the slots of the KV cache, step by step.
 
 A slot is room for one token. Every slot is counted once, as in the ledger
 (`core.memory.memory_report`), where contiguous reservations are split by what will come of them:
@@ -108,7 +108,7 @@ class MemoryMeter:
         seconds: float,
         num_to_come: int,
     ) -> None:
-        """A step that took so many seconds, and the state that it left behind.
+        """Count a step that took `seconds`, and the state after it.
 
         A sequence that ended with the step counts as running, but its slots are free.
         num_to_come: requests that have not arrived yet.

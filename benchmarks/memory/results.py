@@ -105,7 +105,7 @@ def table(results: MemoryResults) -> str:
 
 
 def setting_lines(setting: dict[str, Any]) -> list[str]:
-    """What was run, in two lines."""
+    """The setting of the run, in two lines."""
     load, budget = setting["load"], setting["budget"]
     rate = load["requests_per_s"]
     when = "all at t=0" if rate is None else f"{rate:g} requests/s"

@@ -55,7 +55,7 @@ _SOURCES: tuple[ModuleType, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What to measure.
+    """The requests to measure.
 
     branches: how many a request has, in turn. num_prompts: requests for the model. only_model:
     parallel samples run on it, too. options: for its engine, by EngineOptions' names.
@@ -69,7 +69,7 @@ class Sharing:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def budget(self, num_prompts: int) -> Budget:
-        """Rows and blocks for all branches of so many requests at once.
+        """Rows and blocks for all branches of num_prompts requests at once.
 
         In a crowd, branches may run one after the other and so share less; that is not the
         question here.

@@ -36,7 +36,7 @@ _LEDGER_INTERVAL = 5
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What came of one allocator's run.
+    """The results of one allocator's run.
 
     seconds_per_token: mean over requests of the time from arrival to end by the output's length;
     p99_seconds_per_token: its 99th percentile.

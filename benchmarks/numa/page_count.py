@@ -30,7 +30,7 @@ def report_path() -> Path:
 
 
 def count_pages() -> Counts:
-    """Of the tensors of this process's model runner; workspaces count as weights. The whole KV
+    """Pages of the tensors of this process's model runner. Workspaces count as weights. The KV
     cache is written first, by a thread of its own."""
     import torch  # the rank's own thread watches its socket before that
 

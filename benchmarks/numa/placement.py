@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def in_child(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a function returns, called in a fork of this process, which has imported everything."""
+    """The result of a function, called in a fork of this process, which has imported everything."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -170,7 +170,7 @@ def check_steps(page: Page, report: Report) -> None:
 
 
 def check_phone(page: Page, report: Report, pictures: Path | None) -> None:
-    """Nothing is wider than 320 pixels."""
+    """Check that every view fits 320 pixels."""
     for view in VIEWS:
         page.view(view)
         time.sleep(1)

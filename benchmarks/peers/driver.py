@@ -1,4 +1,4 @@
-"""What a driver measures of one engine, and the file that it leaves: one form for all engines.
+"""The measurements of one engine by a driver, and the result file, whose form all engines share.
 
     DRIVER --model M --workload requests.json --out result.json --label bf16
         [--limit 16] [--reps 2] [--max-batch 48] [--skip decode1,prefill]
@@ -49,7 +49,7 @@ Row = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """One request: so many prompt tokens, exactly so many new ones."""
+    """The lengths of one request: prompt_len tokens, and exactly output_len new ones."""
 
     index: int
     prompt_len: int
@@ -65,7 +65,7 @@ class Latency:
 
 
 class Engine(Protocol):
-    """What is measured: `quire_offline.py` has the engine that stands here."""
+    """The engine that is measured. `quire_offline.py` has quire's."""
 
     name: str
     version: str
@@ -79,7 +79,7 @@ class Engine(Protocol):
         ...
 
     def details(self) -> dict[str, Any]:
-        """What else the result file says."""
+        """Further entries of the result file."""
         ...
 
 
@@ -264,7 +264,7 @@ class Measurement:
         return wall_s
 
     def _timed(self, call: Callable[[], T]) -> tuple[T, Row]:
-        """What the call returns, and what others took of the machine meanwhile."""
+        """The result of the call, and a row with its time and the load of other processes."""
         with paused(self.args.pause_pidfile):
             wait_until_quiet(self.args.quiet_wait)
             meter, child_s, started_s = NoiseMeter(), self._child_s(), time.perf_counter()

@@ -2,11 +2,10 @@
 
     DRIVER --model FOLDER --out result.json --cases 1x32768,16x8192 [--steps 16] [--reps 3]
 
-A case is so many sequences with so many tokens of context each. Only decode steps are timed: `reps`
-times `steps` of them, in which every sequence gets one token a step. A repetition's row has tokens
-per second and how many cores others took; a case has the memory that the process has then (`rss`),
-of which K and V are known. Knows no engine.
-"""
+A case such as 16x8192 is 16 sequences with 8,192 tokens of context each. Only decode steps are
+timed: `reps` times `steps` of them, in which every sequence gets one token a step. A repetition's
+row has tokens per second and how many cores others took; a case has the memory that the process has
+then (`rss`), of which K and V are known. Knows no engine."""
 
 import argparse
 import json
@@ -46,7 +45,7 @@ class DecodingEngine(Protocol):
     version: str
 
     def start(self, case: Case, num_steps: int) -> None:
-        """Fill the contexts; then so many steps must be possible."""
+        """Fill the contexts, with room for num_steps steps after them."""
         ...
 
     def step(self) -> int:
@@ -105,7 +104,7 @@ def most_tokens(args: argparse.Namespace) -> int:
 
 @contextmanager
 def raised_model(folder: str, num_positions: int) -> Iterator[Path]:
-    """The model in a temporary folder, its config allowing so many positions at least."""
+    """The model in a temporary folder, with a config that allows at least num_positions."""
     source = Path(folder)
     with TemporaryDirectory(prefix="long-context-") as name:
         target = Path(name)

@@ -59,7 +59,8 @@ class ONNXRuntime:
         return {"load_s": round(self._load_s, 2), "static_batch": self._static_batch}
 
     def _run(self, prompts: list[list[int]], num_new_tokens: int) -> float:
-        """Continue each by exactly so many; seconds to the first token."""
+        """Continue each prompt by exactly num_new_tokens tokens. Returns the seconds to the
+        first."""
         width = max(map(len, prompts))
         params = self._genai.GeneratorParams(self._model)
         length = width + num_new_tokens

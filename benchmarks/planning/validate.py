@@ -6,7 +6,7 @@
 `measure` loads the model once for each of 12 configurations (three of max_num_seqs, two of
 max_itl_ratio, with and without int8 weights) and serves all loads with all of them, in `--turns`.
 Before and after each it measures what some further steps take. Loads are scaled so that each takes
-about so many seconds. The costs are fitted to all steps together.
+about the same number of seconds. The costs are fitted to all steps together.
 
 A machine that others use is now and then half as fast, for seconds or minutes, and for some kinds
 of work more than for others. So `compare` predicts each run from the costs and from how fast the
@@ -188,8 +188,8 @@ def _ratio(costs: StepCosts, steps: Sequence[MeasuredStep], has_prompts: bool) -
 
 
 class SlowedCosts:
-    """`Costs` of a machine that takes so many times as long for steps with prompts, and for
-    others."""
+    """The `Costs` of a slower machine. `prompts` and `decodes` are the factors on the times of
+    steps with and without prompts."""
 
     def __init__(self, costs: StepCosts, prompts: float, decodes: float) -> None:
         self._costs = costs
@@ -215,8 +215,7 @@ class SlowedCosts:
 
 
 def _count_processor_time(engine: Engine, costs: StepCosts, ratio: float) -> None:
-    """What steps took is told to the pacer by that clock, too; it begins with what was measured
-    so."""
+    """Let the pacer, too, count processor time, and begin with costs in processor time."""
     engine.clock = time.process_time
     if ratio:
         engine.scheduler.pacer = StepPacer(PacingConfig(ratio), costs.pacing_model(), 0.0)
@@ -228,14 +227,14 @@ def _fit(given: dict[str, Any]) -> tuple[EngineOptions, MemoryFit]:
 
 
 def _token_s(costs: StepCosts) -> float:
-    """Of a prompt."""
+    """The seconds per token of a prompt."""
     return costs.pacing_model().predict_s(StepLoad(1, 400, 400, 80_000)) / 400
 
 
 def _runs(
     engine: Engine, bench: Bench, served: dict[str, list[LoadRequest]], by_processor: bool
 ) -> tuple[Runs, Beside]:
-    """Of each load what was measured, and the steps before and after it."""
+    """The measurements of each load, and the steps before and after it."""
     runs: Runs = {}
     beside: Beside = {}
     before = bench.measure()

@@ -28,7 +28,7 @@ class Row:
 
     #: "name precision", as in the results of speed.
     key: str
-    #: Of all weights, divided by the model's number of parameters; None where unknown.
+    #: Bits of all weights, divided by the model's number of parameters; None if unknown.
     bits_per_weight: float | None
     perplexity: float
     #: Perplexity divided by the reference's, less one.

@@ -1,1 +1,1 @@
-"""What routing decisions cost."""
+"""The cost of routing decisions."""

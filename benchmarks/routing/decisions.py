@@ -1,7 +1,7 @@
-"""What a routing decision costs: `python -m benchmarks.routing.decisions TRACE`.
+"""The cost of a routing decision: `python -m benchmarks.routing.decisions TRACE`.
 
-The trace's requests are placed on fleets of growing size, which get so many times as many requests
-a second; for 1,000 replicas the trace is also repeated without common prefixes. No engine is
+The trace's requests are placed on fleets of growing size. The rate of requests grows with the
+fleet; for 1,000 replicas the trace is also repeated without common prefixes. No engine is
 simulated: a first token comes when the router expects it, and an end 10 s later. Prints the median,
 the 90th and the 99th percentile of `ReplicaRouter.place`, and the median of the other two calls.
 """
@@ -22,7 +22,7 @@ from quire.traces.trace import Trace
 DECODE_S = 10.0
 POOL_TOKENS = 1_000_000
 REQUESTS_PER_S = 1.4  # that a replica gets
-WARM_UP = 4  # the first of so many parts of the requests is not counted
+WARM_UP = 4  # one part in this number, the first, is not counted
 
 
 def main() -> None:

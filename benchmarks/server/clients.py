@@ -3,7 +3,7 @@
     python -m benchmarks.server.clients --clients 500 --seconds 60 --out clients.json
 
 starts `quire serve` (the embedded model, unless --model says otherwise; what follows `--` is given
-to it as it stands), lets so many clients ask for one streamed answer after the other, and beside
+to it as it stands), lets clients ask for one streamed answer after the other, and beside
 them: clients that never read, that read or send a byte a second, and that vanish in the middle. It
 prints a table and ends with 1 unless every answer was whole, none got stuck, and the engine holds
 no block afterwards. Clients and server share the machine's cores.

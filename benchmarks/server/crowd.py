@@ -55,7 +55,7 @@ class CrowdPlan:
 
 @dataclass(slots=True)
 class Tally:
-    """What the clients saw. problems: what was wrong with an answer, and how often.
+    """The clients' results. problems: faults of answers, and how often each occurred.
 
     gap_s: the longest time that anybody waited for a byte, the first one included.
     """
@@ -155,7 +155,7 @@ def request_bytes(path: str, body: dict[str, Any]) -> bytes:
 
 
 def stream_body(number: int, num_tokens: int, **more: Any) -> dict[str, Any]:
-    """A streamed completion of exactly so many tokens, with the usage at its end."""
+    """The body of a streamed completion of exactly num_tokens tokens, with usage at its end."""
     return {
         "prompt": f"def function_{number}(",
         "max_tokens": num_tokens,

@@ -61,7 +61,7 @@ LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_toke
 
 @dataclass(slots=True)
 class Fuzzed:
-    """What was sent and answered. failures: one text for each operation that failed."""
+    """The counts of calls and answers. failures: one text for each operation that failed."""
 
     num_cases: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
@@ -100,8 +100,8 @@ def thin(body: Any, choose: random.Random) -> Any:
 
 
 def fuzz(url: str, num_cases: int, seed: int = 0) -> Fuzzed:
-    """At least so many cases, over all operations of the server's document, those that generate
-    most often. An operation that failed is not tried again."""
+    """Try at least num_cases cases, over all operations of the server's document. Operations that
+    generate are tried most often. An operation that failed is not tried again."""
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
     heavy = (*GENERATING, *POOLING)

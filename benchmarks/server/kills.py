@@ -32,8 +32,8 @@ import psutil
 OPTIONS = {"num_blocks": 768, "max_num_seqs": 48, "max_model_len": 512, "speculation": "off"}
 """A killer counts steps, so each of its steps has to sample one token."""
 POISON = (7, 9, 7, 9, 7, 9)
-"""A prompt that begins so, and goes on with the place of its kind in KINDS and a number of tokens,
-kills the engine when it has so many."""
+"""A prompt that begins with these tokens kills the engine. The next tokens are the index of its
+kind in KINDS, and the number of tokens at which it kills."""
 KINDS = ("none", "segfault", "hang")
 HEARTBEAT_S = 3.0
 LIMIT_S = 120.0
@@ -172,7 +172,7 @@ async def num_restarts(client: httpx.AsyncClient) -> int:
 async def run_round(
     server: Server, bodies: list[dict[str, Any]], kind: str, num_kills: int, rng: random.Random
 ) -> tuple[list[tuple[str, list[list[int]]]], str, int]:
-    """What came of the streams, how the killer ended, and how often the engine was started anew."""
+    """The results of the streams, how the killer ended, and the number of engine restarts."""
     limits = httpx.Limits(max_connections=len(bodies) + 8)
     async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S, limits=limits) as client:
         before = await num_restarts(client)

@@ -3,13 +3,12 @@
     python -m benchmarks.server.load --setup peers.toml --model llama-160m --precision bf16 \\
         --rates 2,inf --num-requests 96 --rounds 3 --out load.json --markdown load.md
 
-Requests arrive as a Poisson process of so many per second (inf: all at once), with the lengths of
-the common workload and random prompts, and are streamed through OpenAI's /v1/completions. Each
-server is started anew for a round and answers two requests before it counts. TTFT is from sending
-a request to its first text, ITL the time between two texts of an answer, both as the client sees
+Requests arrive as a Poisson process with each rate per second (inf: all at once), with the lengths
+of the common workload and random prompts, and are streamed through OpenAI's /v1/completions. Each
+server is started anew for a round and answers two requests before it counts. TTFT is from sending a
+request to its first text, ITL the time between two texts of an answer, both as the client sees
 them; p50 and p99 over all requests of a round, medians over rounds. The client runs on the same
-cores.
-"""
+cores. """
 
 import argparse
 import asyncio

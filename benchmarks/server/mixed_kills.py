@@ -126,7 +126,7 @@ class Call:
 
 
 def make_call(index: int) -> Call:
-    """Those of one kind differ in seed, temperature and length."""
+    """Make a call. Calls of one kind differ in seed, temperature and length."""
     kind, (path, fields) = list(KINDS.items())[index % len(KINDS)]
     count = 90 + 5 * (index % 7)
     drawn = {"seed": index, "temperature": (1.0, 0.6)[index // len(KINDS) % 2]}
@@ -265,7 +265,8 @@ def kill_engine(server: Server) -> bool:
 
 
 async def kill_at(server: Server, moments: Sequence[int], progress: Progress) -> int:
-    """Kill the engine whenever so many events have come. Returns how often that was done."""
+    """Kill the engine when the number of events reaches each of `moments`. Returns the number of
+    kills."""
     num_kills = 0
     for moment in moments:
         while progress.num_events < moment and not progress.is_over:
@@ -279,7 +280,7 @@ async def kill_at(server: Server, moments: Sequence[int], progress: Progress) ->
 async def run(
     server: Server, calls: Sequence[Call], salt: str, moments: Sequence[int] = ()
 ) -> tuple[list[Joined], int, float]:
-    """What each stream has in the end, how often the engine was killed meanwhile, and the longest
+    """The final content of each stream, how often the engine was killed meanwhile, and the longest
     time without an event of any stream."""
     progress = Progress()
     limits = httpx.Limits(max_connections=len(calls))

@@ -292,7 +292,7 @@ def _damage(outer: Any, name: Any, choose: random.Random) -> None:
 
 
 def fault_of(answer: httpx.Response) -> str | None:
-    """What is wrong with an answer, whatever was asked; None: nothing is."""
+    """The fault of an answer that is wrong for any call; None if there is none."""
     if answer.status_code >= 500 or any(fault in answer.text for fault in FAULTS):
         return f"{answer.status_code} {answer.text:.500}"
     if answer.status_code >= 400 and "error" not in answer.json():

@@ -1,4 +1,4 @@
-"""What recording costs, and how near a replay comes to the load that was recorded.
+"""The cost of recording, and how closely a replay matches the recorded load.
 
     python -m benchmarks.server.recording cost [--rounds 8]
     python -m benchmarks.server.recording fidelity [--rounds 2] [--model FOLDER]

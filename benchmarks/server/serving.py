@@ -59,7 +59,7 @@ class Server:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """What a process has used so far, all its threads together."""
+    """Processor seconds that all threads of a process have used so far."""
     times = process.cpu_times()
     return float(times.user + times.system)
 

@@ -64,7 +64,8 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one call did. probe, stream: the longest waits, in seconds; normal: without the call."""
+    """The effects of one call. probe, stream: the longest waits, in seconds; normal: without the
+    call."""
 
     case: str
     status: int
@@ -113,8 +114,8 @@ class Watchers:
         self.stream.clear()
 
     def _ask(self) -> None:
-        """Each answer is read whole, as it may come in parts: else more and more questions would be
-        under way, until the server ends the connection."""
+        """Ask for short answers until the end. Each answer is read completely, since it may come in
+        parts. Otherwise requests would pile up until the server ends the connection."""
         with closing(HTTPConnection(*self._address, timeout=CALL_LIMIT_S)) as connection:
             while not self._has_ended.wait(PROBE_PAUSE_S):
                 with self.probe.waiting():
@@ -151,7 +152,7 @@ def call(address: tuple[str, int], path: str, body: bytes) -> tuple[int, int]:
 
 
 def peak_bytes(pid: int) -> int:
-    """Of resident memory, since `forget_peak`."""
+    """The peak of resident memory since `forget_peak`."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10

@@ -60,7 +60,7 @@ class Fork(NamedTuple):
     #: Number of tokens that the first branch had.
     num_tokens: int
     seed: int
-    #: What the branch gave in the end.
+    #: The result of the branch.
     found: Any
 
 

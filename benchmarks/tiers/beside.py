@@ -1,10 +1,10 @@
-"""What running streams notice of loads from disk and of write-behind: their inter-token latency.
+"""The effect of loads from disk and of write-behind on the inter-token latency of streams.
 
     python -m benchmarks.tiers.beside --model FOLDER [--streams 4] [--tokens 2048] [--every 8]
         [--steps 800] [--rounds 5] [--cold]
 
-Two engines answer the same requests in turns. Streams decode all the time, and after every so many
-steps a request for one token arrives, with one of a few long prefixes:
+Two engines answer the same requests in turns. Streams decode all the time, and every few
+steps (--every) a request for one token arrives, with one of a few long prefixes:
 
 - memory: no cache folder, and a pool in which all prefixes stay, so each is a hit;
 - disk: a cache folder, and a pool that has room for two of them, so each is loaded, and what the
@@ -84,7 +84,7 @@ class Driver:
         self._engine.tier_work.drain(30.0)
 
     def run(self, num_steps: int) -> Round:
-        """So many steps, with fresh streams."""
+        """Run num_steps steps, with fresh streams."""
         engine, found = self._engine, Round()
         streams = [
             self._add([self._chance.randrange(100, 30_000) for _ in range(STREAM_PROMPT_TOKENS)])
@@ -130,7 +130,7 @@ class Driver:
 
 
 def engine_of(given: argparse.Namespace, num_prefixes: int, cache_dir: Path | None) -> Engine:
-    """An engine whose pool has room for the streams and so many prefixes."""
+    """An engine whose pool has room for the streams and num_prefixes prefixes."""
     stream_tokens = STREAM_PROMPT_TOKENS + given.steps + 200
     num_tokens = given.streams * stream_tokens + num_prefixes * given.tokens
     options: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a cache folder costs where nothing is found in it: throughput with and without.
+"""The cost of a cache folder in which nothing is found: throughput with and without it.
 
     python -m benchmarks.tiers.cost --model FOLDER [--requests 24] [--prompt 256] [--output 64]
         [--concurrent 8] [--rounds 7]

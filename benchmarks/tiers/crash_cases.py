@@ -21,7 +21,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(name: str) -> Callable[[Case], Case]:
-    """Of a line's name."""
+    """A decorator that registers a case under the name of its line."""
 
     def add(function: Case) -> Case:
         CASES[name] = function
@@ -31,7 +31,7 @@ def case(name: str) -> Callable[[Case], Case]:
 
 
 class Matrix:
-    """What all lines share: folders that a life has left behind, and counts of what came.
+    """State that all lines share: folders that a life has left, and counts of results.
 
     is_short: a few ways of each line; of those that a unit test has too, none.
     """

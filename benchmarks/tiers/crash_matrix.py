@@ -1,4 +1,4 @@
-"""What can happen to a cache folder, with a real engine before and after: the crash matrix.
+"""The crash matrix: faults of a cache folder, with a real engine before and after each.
 
     python -m benchmarks.tiers.crash_matrix [--short] [--only WORD]
 
@@ -31,7 +31,7 @@ from benchmarks.tiers.engine_lives import Lives
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Of the table."""
+    """A line of the table."""
 
     name: str
     num_ways: int

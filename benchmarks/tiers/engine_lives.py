@@ -51,7 +51,7 @@ Found = list[list[list[float]]]
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What an engine does in its process.
+    """The work of an engine in its process.
 
     folder: None: without a tier. files: that it uses. options: beside SIZES. seed: of its prompts;
     num_rounds: how often all are asked. closes: whether it ends in order; else it stays, when all

@@ -4,11 +4,10 @@
         [--lengths 500,1000,2000,4000]
 
 Prompts of random tokens are computed once and kept in a cache folder. For each rate three engines
-are built in turn on that folder, behind a disk that is throttled to so many MB/s (inf: as fast as
-the page cache), and asked for all prompts, one after the other. Each begins without having seen a
-request, so that its first choices count as well. The folder is only read meanwhile. Seconds are
-those to the first token, summed.
-"""
+are built in turn on that folder, behind a disk that is throttled to the rate in MB/s (inf: as fast
+as the page cache), and asked for all prompts, one after the other. Each begins without having seen
+a request, so that its first choices count as well. The folder is only read meanwhile. Seconds are
+those to the first token, summed. """
 
 import argparse
 import random
@@ -35,7 +34,7 @@ class FixedTime(ComputeTime):
 
 
 def ask(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[list[float], list[int]]:
-    """Of each prompt the seconds to its first token, and how many tokens were found."""
+    """The seconds to the first token of each prompt, and how many of its tokens were found."""
     params = SamplingParams(temperature=0.0, max_tokens=1)
     taken_s, num_found = [], []
     for prompt in prompts:

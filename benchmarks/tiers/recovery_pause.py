@@ -3,7 +3,7 @@
     python -m benchmarks.tiers.recovery_pause --model FOLDER [--streams 4] [--tokens 3000] \\
         [--rounds 3] [--folder FOLDER] [-- further options of the servers]
 
-So many streams, each with a prompt of so many tokens that no other has, are read until each has
+--streams streams, each with its own prompt of --tokens tokens, are read until each has
 some tokens and a second has passed; then the engine's process is killed with kill -9. Its
 supervisor starts another one, which resumes the streams: it computes their prompts and what was
 generated, or loads them. Of each stream: the longest time between two tokens; of a round the
@@ -36,7 +36,7 @@ LIMIT_S = 120.0
 
 @dataclass(slots=True)
 class Stream:
-    """One that is read by a thread of its own. times_s: when its events came."""
+    """A stream that is read by its own thread. times_s: when its events came."""
 
     prompt: list[int]
     token_ids: list[int] = field(default_factory=list)

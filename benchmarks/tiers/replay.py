@@ -71,7 +71,7 @@ def serve(asks: Sequence[Ask], num_blocks: int, disk: Disk | None) -> Figures:
 
 
 def table(options: argparse.Namespace) -> list[str]:
-    """What is replayed, and a table in Markdown."""
+    """A description of the replay, and its results as a table in Markdown."""
     size, page_bytes = machine().block_size, machine().block_size * machine().token_bytes
     asks = read_asks(options.trace, options.requests, options.stretch, size)
     lengths = lengths_by_block(asks, size)

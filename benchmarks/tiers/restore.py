@@ -16,8 +16,8 @@ memory:
 - read before: the restore once more, out of what reading has left in the page cache.
 
 Rates are bytes of blocks (of files, for plain reads) by wall time, medians over the rounds; a ratio
-is the median of the rounds' ratios. Then: how long the index of so many small records takes to be
-found, and how long the engine's thread is kept by orders to store.
+is the median of the rounds' ratios. Then: how long it takes to find the index of many small
+records, and how long orders to store occupy the engine's thread.
 """
 
 import argparse
@@ -179,7 +179,7 @@ def measure_pages(folder: Path, page_bytes: int, total_bytes: int, rounds: int) 
 
 
 def measure_index(folder: Path, num_records: int) -> float:
-    """Seconds until a store of so many small records is open, their last segment unsealed."""
+    """Seconds to open a store of num_records small records, whose last segment is not sealed."""
     opened = CacheFolder.open(folder)
     store = SegmentStore(opened, FINGERPRINT, 64 * GIB)
     payload = memoryview(secrets.token_bytes(SMALL_BYTES))

@@ -20,8 +20,8 @@ MEAN_BETWEEN_S = 4.0
 
 
 def draw_asks(num_requests: int, seed: int) -> list[Ask]:
-    """First each of so many prompts once, then all of them again in another order and at their
-    own times."""
+    """Ask each of num_requests prompts once, then all of them again in another order and at other
+    times."""
     rng = random.Random(seed)
     prompts, next_token = [], 1
     for _ in range(num_requests):

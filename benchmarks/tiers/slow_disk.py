@@ -59,7 +59,7 @@ def use_files(files: Files) -> None:
 
 
 def command(bytes_per_s: float) -> list[str]:
-    """What to run in place of `python -m quire`."""
+    """The command that replaces `python -m quire`."""
     return [sys.executable, "-m", "benchmarks.tiers.slow_disk", f"{bytes_per_s:g}"]
 
 

@@ -4,10 +4,10 @@
 
 The engine's scheduler and memory serve a machine that is only modelled (see `virtual`): llama-160m
 in bf16 on two cores. Half of the clients are sessions of many turns, which come back after some
-seconds with their whole history; the others ask once, with long answers. So many of them are active
-that what they would hold at once is `--load` times the pool. Without a tier, what is preempted or
-evicted is computed again; with one it comes back from a disk, if that is predicted to be faster.
-"""
+seconds with their whole history; the others ask once, with long answers. The number of active
+clients is such that together they would hold `--load` times the pool. Without a tier, what is
+preempted or evicted is computed again; with one it comes back from a disk, if that is predicted to
+be faster."""
 
 import argparse
 import random
@@ -30,12 +30,12 @@ class MixedLoad:
         self._next_token = 1
 
     def first(self) -> list[Ask]:
-        """What the clients ask in the first minute."""
+        """The requests of the clients in the first minute."""
         spread = self._rng.uniform
         return [self._new(client, spread(0.0, 60.0)) for client in range(len(self._turns))]
 
     def following(self, client: int, history: tuple[int, ...], now_s: float) -> Ask:
-        """What a client asks after its answer has ended."""
+        """The next request of a client after its answer has ended."""
         thinking_s = self._rng.uniform(*THINKING_S)
         self._turns[client] += 1
         if client % 2 or self._turns[client] % TURNS == 0:

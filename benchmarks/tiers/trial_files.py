@@ -23,12 +23,12 @@ MOMENTS = ("before", "in the middle of", "after")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What goes wrong, each from the call of a number on (from 1, over all threads).
+    """The faults to inject, each from a call on, counted from 1 over all threads.
 
     kill_at: of the calls that change something, the one at which the process ends, by kill -9.
     moment: one of MOMENTS; only a write has a middle, the others end before. errors: call ->
     number of the error, for num_errors calls of that name after the first `after` ones.
-    most_bytes: that a read or a write moves at once. slow_reads: so many of the large ones take
+    most_bytes: that a read or a write moves at once. slow_reads: this number of large reads take
     slow_s seconds.
     """
 

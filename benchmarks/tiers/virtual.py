@@ -24,9 +24,9 @@ EVERYTHING = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Of llama-160m in bf16 on two cores, about. A step takes base_s, token_s for each token, and
-    pair_s for each token that one attends to. token_bytes: of K and V. noise: steps take up to this
-    share longer or shorter."""
+    """The speed of llama-160m in bf16 on two cores, about. A step takes base_s, token_s for each
+    token, and pair_s for each token that one attends to. token_bytes: of K and V. noise: steps take
+    up to this share longer or shorter."""
 
     base_s: float = 0.013
     token_s: float = 0.00045
@@ -66,7 +66,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Figures:
-    """What a run counted. Tokens of prompts by where they came from: memory, disk, computed."""
+    """The counts of a run. Prompt tokens are counted by their source: memory, disk, computed."""
 
     memory_tokens: int = 0
     disk_tokens: int = 0
