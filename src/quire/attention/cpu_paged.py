@@ -114,7 +114,8 @@ class CpuPagedAttention(AttentionBackend):
         step.rows = batch.rows.data_ptr()
         ends = batch.visible_ends
         step.visible_ends = None if ends is None else ends.data_ptr()
-        # A drafter and its model read the same batch; each may have groups behind the other's last.
+        # A drafter and its model read the same batch, whose list of groups may have more groups
+        # than either of them.
         groups = batch.groups[: len(self._groups)]
         for native, group in zip(self._groups, groups, strict=True):
             native.block_tables = group.block_tables.data_ptr()

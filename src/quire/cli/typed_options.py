@@ -1,4 +1,4 @@
-"""Names in errors the flag, key or variable that was typed, not a field in Python.
+"""Rewrites error messages to name the flag, key or variable that was typed.
 
 The checks of options name fields, as `LLM(...)` has them. An engine may run in another process, so
 its errors arrive as text. So `told` replaces the names in the text. Independent of quire's flags:
@@ -110,7 +110,7 @@ def told(message: str, parser: argparse.ArgumentParser, typed: Mapping[str, Type
             return str(each) if is_typed else str(each).replace("--", "--no-", 1)
         return each.with_value(value)
 
-    # A name of one word may be an ordinary word, so it counts only where a sentence is about it.
+    # A name of one word may be an ordinary word, so only certain forms of sentences are rewritten.
     message = re.sub(rf"\b({listed}) is (True|False)(?=[,;)]|$)", r"\1=\2", message)
     forms = (
         rf"(?<![\w./'\"-])(?<!LLM\()(?P<assigned>{listed})=(?P<value>{_VALUE}){_IN_PYTHON}",

@@ -48,8 +48,8 @@ class _Branch:
         self._tokenizer = tok
         self._prompt_ids = prompt_ids
         self._kept_special_token_ids = kept_special_token_ids
-        #: Made with the first tokens, so that the way to the engine is short; None without a
-        #: tokenizer.
+        #: Made with the first tokens, so that it does not delay the request's way to the engine.
+        #: None without a tokenizer.
         self._detokenizer: IncrementalDetokenizer | None = None
         self._deltas_only = deltas_only
         self._stop: StopStrings | None = None

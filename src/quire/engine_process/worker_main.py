@@ -48,7 +48,7 @@ class _Rank:
 
     def build(self, join: Join, report_joining: Callable[[], None]) -> Runner:
         process_setup.load_libraries()  # now, after the watching thread has started
-        # The same.
+        # These imports load torch, so they also come after the thread has started.
         from quire.assembly.build import build_worker
         from quire.assembly.tier_build import rank_service
         from quire.numa.stragglers import Stragglers
@@ -57,7 +57,7 @@ class _Rank:
         if rank.binding is not None and rank.binding.leaves_nodes:
             self._stragglers = Stragglers(rank.binding)
         if self._moves is not None:
-            assert self._lock is not None, "they come together"
+            assert self._lock is not None, "rank 0 sends both descriptors or none"
             moves = socket.socket(fileno=self._moves)
             self._service = rank_service(moves, self._lock, options, rank, join.rank)
             threading.Thread(target=self._serve_moves, name="quire-moves", daemon=True).start()

@@ -42,7 +42,7 @@ def resolve_model_folder(
     `revision`: branch, tag or commit of a hub repository; refused for a folder.
     `check`: called before the weights are fetched, to refuse unsupported models; see `Check`.
     `needs_tokenizer`: whether a hub repository of safetensors must have tokenizer.json.
-    A local folder or GGUF file is checked for neither.
+        For a local folder or GGUF file, `check` and `needs_tokenizer` have no effect.
     `takes_images`: whether the encoder of images of a hub's GGUF model is fetched, too.
     `on_progress`: if None, a progress bar is drawn on stderr.
     Raises CheckpointError if `name` is none of these or can't be fetched.

@@ -174,8 +174,8 @@ class HostPart:
     methods: LinearMethods
     #: The kernels that they use; None if torch computes.
     kernels: NativeKernels | None
-    #: Number of layers, the last ones. If only experts are computed, layers without any are not
-    #: counted, and more layers than there are means all.
+    #: Number of layers, counted from the last layer. If the CPU computes only experts, this counts
+    #: layers with experts, and a number above theirs means all of them.
     num_layers: int
     #: Whether only the layers' experts are computed by the CPU.
     has_experts_only: bool

@@ -29,7 +29,7 @@ CHECKPOINT_PARTS: dict[str, tuple[str, ...]] = {
 """For each fused linear, the names of its parts in most checkpoints."""
 
 QKV_PARTS = {"qkv_proj": CHECKPOINT_PARTS["qkv_proj"]}
-"""The same for MLPs without a gate."""
+"""The fused linears and their parts in models whose MLPs have no gate."""
 
 
 @dataclass(frozen=True, slots=True)

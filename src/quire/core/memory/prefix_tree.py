@@ -25,7 +25,7 @@ class PrefixNode(NamedTuple):
     num_tokens: int
     #: Prompt tokens that its own blocks have saved: their tokens times their uses.
     num_saved_tokens: int
-    #: The same of the run and of all runs behind it.
+    #: Prompt tokens that the blocks of this run and of all runs behind it have saved.
     num_saved_below: int
 
 

@@ -163,7 +163,7 @@ def _normalization(fields: EncoderFields) -> dict[str, list[float]]:
 
 
 def _activation(fields: EncoderFields, gelu: str) -> str:
-    """The activation, of which files say only that it is a GELU. `gelu` is that of the original."""
+    """The name of the activation. Files don't tell GELUs apart; `gelu` is that of the original."""
     if fields.flag("use_gelu"):
         return gelu
     return "silu" if fields.flag("use_silu") else "quick_gelu"

@@ -86,7 +86,7 @@ class ImageProcessor(ABC):
     placeholder: str
     #: Texts of the special tokens that fill the spans of a prompt.
     span_tokens: tuple[str, ...]
-    #: The ids that the model's encoder takes these tokens for; empty if it knows no ids.
+    #: The ids that the model's encoder expects for `span_tokens`; empty if it expects no ids.
     encoder_ids: tuple[int, ...] = ()
 
     _normalize: Normalizer

@@ -54,7 +54,7 @@ class FakeRows(PlanRows):
         self.max_num_tokens = max_num_tokens
         #: A function that is called with the digest of each adapter that a plan loads.
         self.take_adapter: Callable[[str], object] = lambda digest: None
-        #: The same for contents.
+        #: A function that is called with the digest of each content that a plan loads.
         self.take_content: Callable[[str], object] = lambda digest: None
         self.fingerprints: dict[int, Fingerprints] = {}
         #: The digests of the contents in slots.

@@ -49,7 +49,7 @@ _ADDRESS_MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class _ExpertTile:
-    """The tile of a program, beside its rows."""
+    """The sizes of a program's tile, except its number of rows."""
 
     outputs: int
     inputs: int
@@ -107,7 +107,7 @@ def group_weights(
             check_scales(codes, of_groups)
         counts = {len(of_groups) for of_groups in scales}
         if len(counts) > 1:
-            raise ValueError(f"experts have {sorted(counts)} groups, but must have equally many")
+            raise ValueError(f"experts have {sorted(counts)} groups, but must have the same number")
         group_size = inputs_of_scale(first.shape[1], scales[0])
         scale_addresses = addresses_of(scales)
     return GroupedWeights(

@@ -143,8 +143,8 @@ def matrix_places(  # type: ignore[no-untyped-def]
     unit = tl.program_id(0) // (16 // COLUMNS)
     part = tl.program_id(0) % (16 // COLUMNS) * COLUMNS
     if not IS_WIDE:
-        # The same number, but as a remainder, of which Triton doesn't know that it is aligned; so
-        # it gives a thread single words.
+        # Compute the same number as a remainder, which Triton does not know to be aligned. So it
+        # gives single words to a thread.
         part = tl.program_id(0) * COLUMNS % 16
     places = unit_places(
         pages_ptr,

@@ -133,8 +133,8 @@ def why_not_ready(service: Service) -> str | None:
 
 
 def _why_models_not_ready(models: ServedModels) -> str | None:
-    """The same for a server of several models: it is not ready until the pinned models have been
-    loaded once, or have failed."""
+    """The reason why a server of several models is not ready; None if it is. It is ready once each
+    pinned model has been loaded, or has failed."""
     if models.shared.drain.is_on:
         return _NOT_READY[EngineState.CLOSING]
     for model in models.all:

@@ -30,8 +30,8 @@ class RestartReplicasRequest(Body):
     """The body of POST /replicas/restart."""
 
     notes: ClassVar[Mapping[str, str]] = {
-        "replica": "the one to start anew; without it all, one after the other",
-        "timeout_s": "seconds for which its open streams may go on before they move elsewhere",
+        "replica": "the replica to restart; if left out, all are restarted, one after the other",
+        "timeout_s": "seconds for which its open streams may continue before they move elsewhere",
     }
 
     replica: str | None = None
@@ -41,7 +41,7 @@ class RestartReplicasRequest(Body):
 class ScaleReplicasRequest(Body):
     """The body of POST /replicas/scale."""
 
-    notes: ClassVar[Mapping[str, str]] = {"num_replicas": "how many to have"}
+    notes: ClassVar[Mapping[str, str]] = {"num_replicas": "the number of replicas to run"}
 
     num_replicas: int
 

@@ -60,8 +60,8 @@ class OllamaEmbedRequest(OllamaPoolingBody):
 
     notes: ClassVar[Mapping[str, str]] = {
         "input": "a text, or a list of texts",
-        "truncate": "false: a text that is too long is refused; else its first tokens are kept",
-        "dimensions": "the first elements of each vector alone, for models that were trained so",
+        "truncate": "false refuses a text that is too long; otherwise its first tokens are kept",
+        "dimensions": "number of first elements to return, if the model was trained for it",
     }
 
     input: str | Texts
@@ -92,7 +92,7 @@ class OllamaEmbedRequest(OllamaPoolingBody):
 class OllamaEmbeddingRequest(OllamaPoolingBody):
     """The body of POST /api/embeddings."""
 
-    notes: ClassVar[Mapping[str, str]] = {"prompt": "a text; too long a text loses its end"}
+    notes: ClassVar[Mapping[str, str]] = {"prompt": "a text; its end is cut if it is too long"}
 
     prompt: str
 

@@ -40,7 +40,7 @@ class EmbeddingRequest(PoolingBody):
     notes: ClassVar[Mapping[str, str]] = {
         "input": "a text, the token ids of one, or a list of either",
         "encoding_format": "`base64`: fp32 numbers, little-endian",
-        "dimensions": "the first elements of each vector alone, for models that were trained so",
+        "dimensions": "number of first elements to return, if the model was trained for it",
         "normalize": "to length 1; where left out as the model's folder says, else true",
     }
 
