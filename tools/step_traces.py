@@ -159,7 +159,7 @@ def _watched(method: Any, take: Callable[[bytes], None]) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The same as tuples, numbers and texts."""
+    """The value as tuples, numbers and texts."""
     if isinstance(value, Enum):
         return value.value if isinstance(value, str) else list(type(value)).index(value)
     if is_dataclass(value):

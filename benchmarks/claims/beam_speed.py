@@ -121,7 +121,7 @@ class Search:
 
     @property
     def real_tokens_per_s(self) -> float:
-        """The same by processor time."""
+        """Tokens per second of one beam of each search, by processor time."""
         return self.num_tokens / self._width / self.real_seconds
 
     @property

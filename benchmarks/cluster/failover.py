@@ -269,12 +269,12 @@ def kill_daemon() -> None:
 
 
 def cut_link() -> None:
-    """The cable of node b."""
+    """Cut the link of node b."""
     sh(*inside(BRIDGE, "ip", "link", "set", "pqb", "down"))
 
 
 def mend_link() -> None:
-    """The same, in again."""
+    """Restore the link of node b."""
     sh(*inside(BRIDGE, "ip", "link", "set", "pqb", "up"))
 
 

@@ -189,7 +189,7 @@ class Floors:
         return sum(output for _, output in lengths) / seconds
 
     def crowd_ops_tok_s(self, lengths: Sequence[tuple[int, int]]) -> float:
-        """The same were it one step: operations alone, as if no step ever had few sequences."""
+        """The bound by operations alone, as if one step computed all sequences."""
         total = NO_WORK
         for prompt, output in lengths:
             total += self.chunk(0, prompt + output - 1, sampled=False)

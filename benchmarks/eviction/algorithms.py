@@ -218,7 +218,7 @@ class LfuAgeing(Ranked):
 
 
 class LfuGhosts(LfuAgeing):
-    """The same, where uses are remembered as in `Lru2`."""
+    """A variant that remembers uses as `Lru2` does."""
 
     GHOSTS = 1
 

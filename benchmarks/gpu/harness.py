@@ -128,7 +128,7 @@ class Bench:
         return statistics.median(took_ms) / 1e3
 
     def time_graph_s(self, call: Callable[[], object], *, reps: int = 20) -> float:
-        """The same without what launching costs: captured once, replayed."""
+        """Like `time_s`, without the cost of launches: the call is captured once and replayed."""
         if self.small:
             return self.time_s(call)
         call()

@@ -65,8 +65,8 @@ def _measure(bench: Bench, copies: StagedCopies, name: str, copy_all: Callable[[
 
 
 def check_swap(bench: Bench) -> None:
-    """The same tokens and log-probabilities to the bit with the tier and without, and in what
-    time."""
+    """Check that tokens and log-probabilities are bitwise equal with and without the tier, and
+    measure both times."""
     folder = make_model(bench, "host-tier", QWEN3_600M, std=0.04)
     length, count = (17, 2) if bench.small else (PROMPT_TOKENS, NUM_TOKENS)
     num_prompts = 3 if bench.small else NUM_PROMPTS

@@ -149,7 +149,7 @@ def check_tensor_parallel(bench: Bench) -> None:
 
 
 def check_invariance(bench: Bench) -> None:
-    """The same bits in any company, and what that costs."""
+    """Check that a row's bits are the same in every batch, and measure the cost of this."""
     config = QWEN3_600M if bench.small else QWEN3_600M | {"num_hidden_layers": 8}
     folder = make_model(bench, "invariant", config, std=0.04)
     vocab_size = 61 if bench.small else int(config["vocab_size"])

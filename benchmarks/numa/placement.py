@@ -112,7 +112,7 @@ def _generate(numa: str, num_ranks: int = 1) -> tuple[LLM, list[list[int]]]:
 
 
 def run_blocked(numa: str) -> dict[str, Any]:
-    """The same, where a filter of system calls refuses those on memory, as containers have it."""
+    """Generate while a filter refuses system calls on memory, as in containers."""
     numbers = BLOCKED[os.uname().machine]
     lines = [(0x20, 0, 0, 0)]  # load the call's number
     lines += [(0x15, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
@@ -127,7 +127,7 @@ def run_blocked(numa: str) -> dict[str, Any]:
 
 
 def run_idle(numa: str) -> dict[str, Any]:
-    """The same, after half of the KV cache's pages were moved away and the engine was idle."""
+    """Generate, move half of the KV cache's pages away, and let the engine idle."""
     llm, tokens = _generate(numa)
     calls = LinuxCalls()
     assert llm.engine.kv_memory is not None

@@ -69,8 +69,8 @@ class Fuzzed:
 
 
 def shorten(body: Any) -> Any:
-    """The same request for a short answer of the model that is there: it is the reading of all the
-    rest of a body that is tested here."""
+    """The request, but for a short answer of the server's model, since only the reading of other
+    fields is tested."""
     if not isinstance(body, dict):
         return body
     short = {name: value for name, value in body.items() if name != "model"}
@@ -83,15 +83,15 @@ def shorten(body: Any) -> Any:
 
 
 def of_any_model(body: Any) -> Any:
-    """The same request without a model's name, which hardly ever is that of the one there is."""
+    """The request without a model's name, since a random name is hardly ever that of the model."""
     if not isinstance(body, dict):
         return body
     return {name: value for name, value in body.items() if name != "model"}
 
 
 def thin(body: Any, choose: random.Random) -> Any:
-    """The same request with few of its optional fields: where all are there, two of them that do
-    not go together are what is told, always."""
+    """The request with few of its optional fields. With all fields, the error would always be about
+    two fields that contradict each other."""
     if not isinstance(body, dict):
         return body
     rest = [name for name in body if name not in REQUIRED]

@@ -117,7 +117,7 @@ class Comparison(NamedTuple):
 
     @property
     def best_ratio(self) -> float:
-        """The same of each engine's shortest run."""
+        """Like `ratio`, for each engine's shortest run."""
         shortest = [min(run.process_s for run in runs) for runs in self]
         return shortest[0] / shortest[1]
 
