@@ -16,7 +16,6 @@ from quire.simulation.fakes.fake_model import (
     fingerprints_of,
 )
 
-
 LEAST_CHANCE = 0.1
 
 
