@@ -14,10 +14,13 @@ from tests.models.checkpoints.quantized.test_awq import awq
 from tests.models.checkpoints.quantized.test_awq import settings as awq_settings
 from tests.models.checkpoints.quantized.test_compressed_tensors import mxfp4, packed
 from tests.models.checkpoints.quantized.test_compressed_tensors import settings as ct_settings
+from tests.models.checkpoints.quantized.test_fp8 import settings as fp8_settings
 from tests.models.checkpoints.quantized.test_gptq import gptq
 from tests.models.checkpoints.quantized.test_gptq import settings as gptq_settings
+from tests.models.checkpoints.quantized.test_nvfp4 import MODELOPT, OF_MODELOPT
 from tests.models.checkpoints.quantized.writers import (
     Writer,
+    fp8,
     mixed_up,
     rewrite_folder,
 )
@@ -82,6 +85,8 @@ FOLDERS: dict[str, tuple[Writer, dict[str, Any]]] = {
     ),
     "W8A16, whole rows": (packed(8, 0), ct_settings("pack-quantized", {"num_bits": 8})),
     "MXFP4A16": (mxfp4, ct_settings("mxfp4-pack-quantized", _MXFP4)),
+    "NVFP4": (OF_MODELOPT, MODELOPT),
+    "fp8, blocks of 64": (fp8((64, 64)), fp8_settings(weight_block_size=[64, 64])),
 }
 """A name -> how linears are written, and the config's settings. Groups of 128, which are the usual
 ones, don't divide SmolLM2's 576 inputs."""
@@ -104,5 +109,6 @@ def copies(smollm2: Path, smollm2_gguf: Path) -> dict[str, Callable[[Path], Path
     def of_folder(name: str) -> Callable[[Path], Path]:
         return lambda path: folder_copy(smollm2, path, name)
 
-    files = {f"GGUF {kind}": of_type(kind) for kind in GGUF_TYPES}
+    files = {"GGUF as published": lambda _: smollm2_gguf}
+    files |= {f"GGUF {kind}": of_type(kind) for kind in GGUF_TYPES}
     return files | {name: of_folder(name) for name in FOLDERS}

@@ -1,13 +1,14 @@
 """Measures the cost of multiplying codes of other tools' formats, on SmolLM2's real weights.
 
     ./scripts/models
-    python -m benchmarks.quality.block_quantized --windows 12 --window-tokens 512 [FORMAT ...]
+    python -m benchmarks.quality.block_quantized [--windows 8] [--context 256] [ROW ...]
 
 Writes the model in each format, its weights rounded to the nearest, and reads held-out text (Python
 and short answers in English) twice: with the codes as they are served, whose products round
-activations, and with the same codes as numbers in float32. Prints the perplexity of each window's
-second half, the mean divergence from the numbers' distributions, and how often the likeliest
-token is the same. The last lines are those of int8 K and V.
+activations, and with the same codes as numbers in float32. Prints the perplexity of the tokens that
+have at least --context tokens of their window before them, the mean divergence from the numbers'
+distributions, and how often the likeliest token is the same. The last rows are bf16 and int8 K and
+V, beside the model in float32.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +34,7 @@ from quire.text.tokenizer import Tokenizer
 
 HELDOUT = Path(__file__).parents[2] / "tests" / "data" / "heldout"
 TEXTS = ("val_code", "val_chat_fn", "val_chat_file")
+PLAIN_ROWS = {"bf16": {"dtype": "bfloat16"}, "int8 K and V": {"kv_cache_dtype": "int8"}}
 
 
 def windows(model: Path, count: int, window_tokens: int) -> list[Window]:
@@ -73,29 +76,33 @@ def said(found: Quality) -> str:
 def main() -> int:
     """The command line of this file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--windows", type=int, default=12)
-    parser.add_argument("--window-tokens", type=int, default=512)
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--window-tokens", type=int, default=1024)
+    parser.add_argument("--context", type=int, default=256, help="tokens that only precede others")
     parser.add_argument("--kernels", default="auto", help="as for the commands of quire")
-    parser.add_argument("formats", nargs="*", help="names of formats; without any, all")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="names of rows; without any, all")
     args = parser.parse_args()
+    if not 0 < args.context < args.window_tokens:
+        parser.error(f"--context is {args.context}, but must be from 1 to {args.window_tokens - 1}")
     smollm2 = MODELS / "smollm2-135m-instruct"
-    given = windows(smollm2, args.windows, args.window_tokens)
+    cut_windows = windows(smollm2, args.windows, args.window_tokens)
+    given = [replace(window, first=args.context) for window in cut_windows]
     options = {"dtype": "float32", "kernels": args.kernels}
     makers: dict[str, Callable[[Path], Path]] = copies(
         smollm2, MODELS / "smollm2-135m-instruct-q4_1.gguf"
     )
-    for name in args.formats or makers:
+    names = args.rows or [*makers, *PLAIN_ROWS]
+    for name in (name for name in names if name not in PLAIN_ROWS):
         with tempfile.TemporaryDirectory() as folder:
             path = makers[name](Path(folder, "copy"))
             exact = read(path, given, as_numbers=True, **options)
             found = read(path, given, **options)
         print(f"{name:22}{said(quality(given, exact, found))}", flush=True)
-    exact = read(smollm2, given, **options)
-    for name, changed in {
-        "bf16": {"dtype": "bfloat16"},
-        "int8 K and V": {"kv_cache_dtype": "int8"},
-    }.items():
-        found = read(smollm2, given, **(options | changed))
+    plain = [name for name in names if name in PLAIN_ROWS]
+    if plain:
+        exact = read(smollm2, given, **options)
+    for name in plain:
+        found = read(smollm2, given, **(options | PLAIN_ROWS[name]))
         print(f"{name:22}{said(quality(given, exact, found))}", flush=True)
     return 0
 
