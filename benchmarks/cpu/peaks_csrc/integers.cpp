@@ -10,8 +10,8 @@ namespace {
 constexpr int kRows = kHas32Registers ? 8 : 5;
 
 int64_t multiply_bytes(int64_t num_steps) {
-  const DotWeights low = byte_weights(load_as<DotInts>(kNumbers.bytes));
-  const DotWeights high = byte_weights(load_as<DotInts>(kNumbers.bytes + sizeof(DotInts)));
+  const DotWeights low(load_as<DotInts>(kNumbers.bytes));
+  const DotWeights high(load_as<DotInts>(kNumbers.bytes + sizeof(DotInts)));
   const auto* x = reinterpret_cast<const DotElement*>(kNumbers.bytes);
   DotInts sums[kRows][2] = {};
   for (int64_t step = 0; step < num_steps; ++step) {
