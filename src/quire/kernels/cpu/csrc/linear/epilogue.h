@@ -61,13 +61,6 @@ struct Output {
     const bool is_there = deltas != nullptr && adapters->has_delta(row);
     return is_there ? deltas + (row - first_row) * kPanelOutputs : nullptr;
   }
-
-  // Requests the line of a row's first results of a panel.
-  void prefetch(int64_t row, int64_t panel) const {
-    const int64_t column = panel * (interleave > 0 ? kUnitOutputs : kPanelOutputs);
-    const int64_t size = dtype == kBF16 ? 2 : 4;
-    __builtin_prefetch(static_cast<const char*>(data) + (row * ld + column) * size, 1, 3);
-  }
 };
 
 // Of one item of a call's work.
@@ -80,49 +73,93 @@ inline Output make_output(const LinearCall& call, const LinearGroup& group, Rang
           call.out_dtype, call.epilogue, call.adapters, deltas, rows.first};
 }
 
-template <typename T>
-inline void finish_as(const Output& out, int64_t row, int64_t panel, const float* sums) {
+// Where the results of a panel's two units go in a row of `out`, and how many are stored.
+struct PanelColumns {
+  int64_t lower;
+  int64_t upper;
+  int num_lower;
+  int num_upper;
+
+  PanelColumns(const Output& out, int64_t panel) {
+    const bool is_gated = out.interleave > 0;
+    lower = panel * (is_gated ? kUnitOutputs : kPanelOutputs);
+    upper = lower + (is_gated ? out.interleave : kUnitOutputs);
+    const bool is_split = is_gated && out.epilogue != kSiluMul;
+    num_lower = clamp_lanes((is_split ? out.interleave : out.num_columns) - lower);
+    num_upper = out.epilogue == kSiluMul ? kLanes : clamp_lanes(out.num_columns - upper);
+  }
+
+  bool are_whole() const { return num_lower == kLanes && num_upper == kLanes; }
+};
+
+// kIsPlain: without bias and deltas, and both units are stored whole. What holds for all rows is
+// decided before the first of them.
+template <typename T, Epilogue kEpilogue, bool kIsPlain, typename F>
+__attribute__((noinline)) void finish_rows_as(const Output& out, Range rows, int64_t panel,
+                                              const F& sums) {
+  const PanelColumns columns(out, panel);
+  const int num_lower = kIsPlain ? kLanes : columns.num_lower;
+  const int num_upper = kIsPlain ? kLanes : columns.num_upper;
   const float* const bias = out.bias == nullptr ? nullptr : out.bias + panel * kPanelOutputs;
-  const float* const delta = out.delta(row);
-  const auto result = [&](int lane) {
-    part x = load_part(sums + lane);
-    if (bias != nullptr) x = x + load_part(bias + lane);
-    return delta == nullptr ? x : rounded_part<T>(x) + load_part(delta + lane);
-  };
-  const auto upper = [&](int lane) { return result(lane + int(kUnitOutputs)); };
-  T* line = static_cast<T*>(out.data) + row * out.ld;
-  if (out.epilogue == kSiluMul) {
-    const int64_t column = panel * kUnitOutputs;
-    const int n = clamp_lanes(out.num_columns - column);
-    store_unit(line + column, n, false, [&](int lane) {
-      const part gate = rounded_part<T>(silu(rounded_part<T>(result(lane))));
-      return gate * rounded_part<T>(upper(lane));
-    });
-    return;
+  for (int64_t row = rows.first; row < rows.end; ++row) {
+    T* const line = static_cast<T*>(out.data) + row * out.ld;
+    const int64_t ahead = row + kRowsAhead < rows.end ? kRowsAhead : 0;
+    __builtin_prefetch(line + columns.lower + ahead * out.ld, 1, 3);
+    const float* const delta = kIsPlain ? nullptr : out.delta(row);
+    const auto result = [&](int lane) {
+      part x = sums(row - rows.first, lane);
+      if constexpr (kIsPlain) return x;
+      if (bias != nullptr) x = x + load_part(bias + lane);
+      return delta == nullptr ? x : rounded_part<T>(x) + load_part(delta + lane);
+    };
+    const auto upper = [&](int lane) { return result(lane + int(kUnitOutputs)); };
+    if constexpr (kEpilogue == kSiluMul) {
+      store_unit(line + columns.lower, num_lower, false, [&](int lane) {
+        const part gate = rounded_part<T>(silu(rounded_part<T>(result(lane))));
+        return gate * rounded_part<T>(upper(lane));
+      });
+    } else {
+      constexpr bool kAdds = kEpilogue == kAddResidual;
+      store_unit(line + columns.lower, num_lower, kAdds, result);
+      store_unit(line + columns.upper, num_upper, kAdds, upper);
+    }
   }
-  const bool adds = out.epilogue == kAddResidual;
-  const bool is_gated = out.interleave > 0;
-  const int64_t column = panel * (is_gated ? kUnitOutputs : kPanelOutputs);
-  const int64_t end = is_gated ? out.interleave : out.num_columns;
-  store_unit(line + column, clamp_lanes(end - column), adds, result);
-  const int64_t next = column + (is_gated ? out.interleave : kUnitOutputs);
-  store_unit(line + next, clamp_lanes(out.num_columns - next), adds, upper);
 }
 
-// The 32 sums of one row and panel (scales applied, bias not yet).
-inline void finish_panel(const Output& out, int64_t row, int64_t panel, const float* sums) {
-  if (out.dtype == kBF16)
-    finish_as<uint16_t>(out, row, panel, sums);
+template <typename T, Epilogue kEpilogue, typename F>
+inline void finish_rows_as(const Output& out, Range rows, int64_t panel, const F& sums) {
+  if (out.bias == nullptr && out.deltas == nullptr && PanelColumns(out, panel).are_whole())
+    finish_rows_as<T, kEpilogue, true>(out, rows, panel, sums);
   else
-    finish_as<float>(out, row, panel, sums);
+    finish_rows_as<T, kEpilogue, false>(out, rows, panel, sums);
 }
 
-// Of rows [rows, 32], one after the other.
-inline void finish_rows(const Output& out, Range rows, int64_t panel, const float* sums) {
-  for (int64_t row = rows.first; row < rows.end; ++row, sums += kPanelOutputs) {
-    out.prefetch(row + kRowsAhead < rows.end ? row + kRowsAhead : row, panel);
-    finish_panel(out, row, panel, sums);
+template <typename T, typename F>
+inline void finish_rows_as(const Output& out, Range rows, int64_t panel, const F& sums) {
+  switch (out.epilogue) {
+    case kStore:
+      return finish_rows_as<T, kStore>(out, rows, panel, sums);
+    case kAddResidual:
+      return finish_rows_as<T, kAddResidual>(out, rows, panel, sums);
+    case kSiluMul:
+      return finish_rows_as<T, kSiluMul>(out, rows, panel, sums);
   }
+}
+
+// sums(i, lane): those of the ith row and a register of the panel, scales applied, bias not yet.
+template <typename F>
+inline void finish_rows_of(const Output& out, Range rows, int64_t panel, const F& sums) {
+  if (out.dtype == kBF16)
+    finish_rows_as<uint16_t>(out, rows, panel, sums);
+  else
+    finish_rows_as<float>(out, rows, panel, sums);
+}
+
+// sums [rows, 32]
+inline void finish_rows(const Output& out, Range rows, int64_t panel, const float* sums) {
+  finish_rows_of(out, rows, panel, [sums](int64_t i, int lane) {
+    return load_part(sums + i * kPanelOutputs + lane);
+  });
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -231,25 +231,22 @@ struct Int4Task {
             Prefetch(weights + ahead + lines.first * kLineBytes, lines.size()),
             sums.from(unit * kUnit));
       }
-      for (int64_t m = block.first; m < block.end; ++m)
-        finish(m, panel, sums.from(int(m - block.first) * kPanel));
+      finish(block, panel, sums);
     }
   }
 
  private:
-  void finish(int64_t m, int64_t panel, const Sums& sums) const {
+  void finish(Range block, int64_t panel, const Sums& sums) const {
     const uint16_t* S = int4_factors(linear) + panel * kPanel;
     const uint16_t* O = S + padded_outputs(linear);
     const float* V = int4_wide_scales(linear) + panel * kPanel;
-    alignas(64) float results[kPanel];
-#pragma GCC unroll 2
-    for (int lane = 0; lane < kPanel; lane += kUnit) {
-      const vf above = load(S + lane) * load(sums.scaled + lane);
-      vf result = above - load(O + lane) * load(sums.offsets + lane);
-      if (linear.num_wide > 0) result = result + load(sums.wide + lane) * load(V + lane);
-      store(results + lane, result);
-    }
-    finish_panel(output, m, panel, results);
+    const bool has_wide = linear.num_wide > 0;
+    finish_rows_of(output, block, panel, [=](int64_t row, int lane) {
+      const int64_t i = row * kPanel + lane;
+      const part above = load_part(S + lane) * load_part(sums.scaled + i);
+      const part result = above - load_part(O + lane) * load_part(sums.offsets + i);
+      return has_wide ? result + load_part(sums.wide + i) * load_part(V + lane) : result;
+    });
   }
 };
 

@@ -178,16 +178,10 @@ struct Int8Task {
 #endif
 
   void finish(Range block, int64_t panel, const float* results) const {
-    for (int64_t m = block.first; m < block.end; ++m)
-      finish(m, panel, results + (m - block.first) * kPanelOutputs);
-  }
-
-  void finish(int64_t m, int64_t panel, const float* results) const {
     const float* scales = linear.scales + panel * kPanelOutputs;
-    alignas(64) float scaled[kPanelOutputs];
-    for (int n = 0; n < kPanelOutputs; n += kPartLanes)
-      store(scaled + n, load_part(results + n) * load_part(scales + n));
-    finish_panel(output, m, panel, scaled);
+    finish_rows_of(output, block, panel, [=](int64_t i, int lane) {
+      return load_part(results + i * kPanelOutputs + lane) * load_part(scales + lane);
+    });
   }
 };
 
