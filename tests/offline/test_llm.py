@@ -132,7 +132,7 @@ def test_predictions_save_steps_and_change_no_output() -> None:
         answers.append(llm.chat(QUESTION, params, **arguments)[0].outputs[0].token_ids)
         assert (llm.engine.stats().num_accepted_drafts > before) == bool(arguments)
     assert answers[0] == answers[1]
-    with pytest.raises(InvalidRequestError, match=r"prediction is .* stands in each prompt"):
+    with pytest.raises(InvalidRequestError, match=r"prediction is .* set it in each prompt"):
         llm.generate("x", prediction="y")
 
 

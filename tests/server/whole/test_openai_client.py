@@ -315,6 +315,14 @@ def the_template_has_options(ask, tokenizer):
     assert caught.value.param == "chat_template_kwargs"
 
 
+@drives("mm_processor_kwargs", apis=[CHAT])
+def settings_of_images_are_refused_without_an_encoder(ask, tokenizer):
+    assert ask(mm_processor_kwargs={}).texts == ask().texts
+    with pytest.raises(openai.BadRequestError, match="only text is taken here") as caught:
+        ask(mm_processor_kwargs={"fps": 1})
+    assert caught.value.param == "mm_processor_kwargs"
+
+
 @drives("priority", "user")
 def who_asks_changes_no_answer(ask, tokenizer):
     assert ask(priority=0, user="ada").texts == ask().texts

@@ -112,5 +112,5 @@ def test_wrong_scales_are_named(change, message):
 
 def test_experts_with_other_groups_are_refused():
     codes = [torch.zeros(4, 64, dtype=torch.uint8)] * 2
-    with pytest.raises(ValueError, match=r"experts have \[1, 2\] groups, but must have equally"):
+    with pytest.raises(ValueError, match=r"experts have \[1, 2\] groups, but must have the same"):
         group_weights(codes, None, [torch.ones(1, 4), torch.ones(2, 4)])
