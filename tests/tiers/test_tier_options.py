@@ -53,4 +53,4 @@ def test_the_help_says_that_a_cpu_has_no_host_tier(capsys: pytest.CaptureFixture
     printed = " ".join(capsys.readouterr().out.split())
     assert "--cache-dir FOLDER folder that keeps cached prefixes on disk" in printed
     assert "--host-cache-size SIZE page-locked host memory" in printed
-    assert "On a CPU there is none: the KV cache is host memory itself" in printed
+    assert "Refused on a CPU, where the KV cache itself is host memory" in printed

@@ -123,7 +123,7 @@ def test_no_family_takes_a_setting_that_it_does_not_read(tmp_path: Path, kind: s
         ({}, {"shortest_edge": 448}, {}, "an object with height and width"),
         ({}, {"height": 392, "width": 392}, {}, "for an encoder of 448 pixels"),
         ({"downsample_ratio": 0.3}, {"height": 448, "width": 448}, {}, "groups of 3"),
-        ({"downsample_ratio": 1e-320}, {"height": 448, "width": 448}, {}, "groups of 448"),
+        ({"downsample_ratio": 1e-9}, {"height": 448, "width": 448}, {}, "groups of 448"),
         ({}, {"height": 448, "width": 448}, {"image_seq_length": 64}, "gets 256 tokens"),
     ],
 )
