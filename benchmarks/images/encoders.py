@@ -111,9 +111,9 @@ def save(size: Size, folder: Path) -> PreTrainedModel:
     return model
 
 
-def load(folder: Path, num_threads: int) -> VisionTower:
+def load(folder: Path, num_threads: int, kernels_name: str) -> VisionTower:
     """quire's encoder of a saved model."""
-    kernels = select_kernels("auto", num_threads, torch.bfloat16, takes_fewer=False)
+    kernels = select_kernels(kernels_name, num_threads, torch.bfloat16, takes_fewer=False)
     method = load_weight_format(None).method(kernels, None)
     source = find_tower(folder, load_config(folder))
     assert source is not None, "the folder has an encoder that quire knows"
@@ -143,23 +143,31 @@ def milliseconds(call: Callable[[], object], clock: Clock) -> float:
 
 @torch.inference_mode()
 def measure(
-    size: Size, dtype: torch.dtype, num_threads: int, num_rounds: int, clock: Clock
+    size: Size, dtype: torch.dtype, num_threads: int, num_rounds: int, clock: Clock, kernels: str
 ) -> list[float]:
-    """Median milliseconds of quire and of transformers, which computes in dtype."""
-    torch.set_num_threads(num_threads)
+    """Median milliseconds of quire and of transformers, which computes in dtype.
+
+    While quire computes, torch has one thread, as in an engine with native kernels: more would wait
+    for work actively, and take the processors from the kernels' threads.
+    """
     with tempfile.TemporaryDirectory() as name:
-        model, tower = save(size, Path(name)).to(dtype), load(Path(name), num_threads)
+        model, tower = save(size, Path(name)).to(dtype), load(Path(name), num_threads, kernels)
     tile = torch.rand(3, size.image_size, size.image_size) * 2 - 1
     given: dict[str, object] = {"pixel_values": tile[None, None].to(dtype)}
     if size.is_pixtral:
         given = {"pixel_values": tile[None].to(dtype), "image_sizes": [[size.image_size] * 2]}
     calls = (
-        lambda: finish(tower.encode(tile, (1, 1, 1))),
-        lambda: model.model.get_image_features(**given),
+        (1, lambda: finish(tower.encode(tile, (1, 1, 1)))),
+        (num_threads, lambda: model.model.get_image_features(**given)),
     )
-    for call in calls:
-        call()  # the first calls prepare what later ones reuse
-    rounds = [[milliseconds(call, clock) for call in calls] for _ in range(num_rounds)]
+    rounds: list[list[float]] = []
+    for _ in range(1 + num_rounds):
+        times: list[float] = []
+        for num_torch_threads, call in calls:
+            torch.set_num_threads(num_torch_threads)
+            times.append(milliseconds(call, clock))
+        rounds.append(times)
+    del rounds[0]  # the first calls prepare what later ones reuse
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
@@ -171,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="pairs of calls (%(default)s)")
     parser.add_argument("--layers", type=int, help="of each encoder; all without it")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="(%(default)s)")
+    parser.add_argument("--kernels", default="auto", help="instruction set of quire (%(default)s)")
     options = parser.parse_args(arguments)
     clock = CLOCKS[options.clock]
     print("| encoder | patches | quire ms | GFLOP/s | transformers fp32 ms | bf16 ms | ratio |")
@@ -180,7 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.layers is not None:
             size = size._replace(num_layers=options.layers)
         for dtype in (torch.float32, torch.bfloat16):
-            ours, other = measure(size, dtype, options.threads, options.rounds, clock)
+            given = options.threads, options.rounds, clock, options.kernels
+            ours, other = measure(size, dtype, *given)
             own.append(ours)
             theirs.append(other)
         median = statistics.median(own)
