@@ -127,7 +127,7 @@ class PowerOfTwo(Kind):
 
 
 MOST_UNITS = 4096
-"""Numbers of bytes from here on are not taken for numbers of larger units."""
+"""The error for a number that is too small suggests a larger unit only below this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,7 @@ class Bytes(Kind):
     """A size in bytes, or as text such as "2GiB"."""
 
     minimum: int = 1
-    #: The unit that a number without one probably lacks if it is below `minimum`; empty to suggest
-    #: none.
+    #: The unit to suggest if a number below `minimum` is given without one; empty to suggest none.
     usual_unit: str = ""
     metavar: ClassVar[str | None] = "SIZE"
 
@@ -221,7 +220,7 @@ class OneOf(Kind):
     others: tuple[tuple[str, str], ...] = ()
     #: Formats the names for errors.
     listed: Callable[[tuple[str, ...]], str] = str
-    #: A sentence without its period that ends the error for another name; empty for none.
+    #: A sentence, without its period, that ends the error for an unknown name; empty for none.
     advice: str = ""
     metavar: ClassVar[str | None] = "NAME"
 

@@ -24,16 +24,17 @@ from quire.kernels.triton.attention.paged_attention import ITEM_FIELDS, AttendSh
 
 A = TypeVar("A")
 
-# A number takes as many words as Triton's pointers are aligned to: 16 bytes.
+# Words that each number takes: 16 bytes, because Triton's pointers are aligned to 16 bytes.
 _NUMBER_WORDS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ListBounds:
-    """The most entries of a work list, for all steps of a size and all of a layer's shapes."""
+    """The most entries that a work list can have in any step of one size, with any of a layer's
+    shapes."""
 
     num_items: int
-    #: A token that is merged or padded has an entry.
+    #: There is an entry for each token whose parts are merged, and for each token of padding.
     num_merges: int
     #: The number of parts that items may write.
     num_parts: int
@@ -104,7 +105,7 @@ class PlanLayout:
     def write(
         self, lists: Sequence[HostWork], num_tokens: int, words: npt.NDArray[np.int64]
     ) -> int:
-        """Write the lists of a step of `num_tokens` tokens, padding aside. Returns the number of
+        """Write the lists of a step. `num_tokens` does not count padding. Returns the number of
         words up to the last item."""
         for work, place in zip(lists, self.open(words, np.int32), strict=True):
             place.num_items[0] = len(work.items)

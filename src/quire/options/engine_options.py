@@ -47,7 +47,7 @@ OTHER_DTYPES = (("half", "float16"), ("float", "float32"))
 MODEL_IMPLEMENTATIONS = ("auto", "native", "transformers")
 
 LEAST_KV_BYTES = 1024
-"""Less than any block of a KV cache, so a smaller number lacks its unit."""
+"""A smaller number of bytes probably lacks its unit, since any block of a KV cache is larger."""
 
 _PLACE = "a folder, a GGUF file or a hub id"
 
@@ -356,7 +356,7 @@ class EngineOptions(
             )
 
     def _check_host_part(self) -> None:
-        """Raises ConfigurationError for options that a part of the model on the CPU excludes."""
+        """Raises ConfigurationError for options that exclude a model with a part on the CPU."""
         if self.host_part is None:
             return
         name, value = self.host_part

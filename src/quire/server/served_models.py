@@ -88,7 +88,9 @@ class ServedModels:
         if name is not None and not isinstance(name, str):
             raise InvalidRequestError("model must be a text", "model")
         visible = self.visible_to(tenant)
-        if self.room is None and visible:  # `check_model` compares the name, after the other fields
+        # A server's only model is returned for any name. `Service.check_model` refuses a wrong name
+        # after the other fields of the body have been checked.
+        if self.room is None and visible:
             return visible[0]
         for model in visible:
             if name in (None, ANY_MODEL) or name in model.names or name in model.adapter_names:

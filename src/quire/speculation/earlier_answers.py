@@ -4,8 +4,9 @@ Agents and forms get similar answers again and again. Each cache domain and adap
 tokens, which keeps the answers that have ended. The time of an answer depends on the drafts, so it
 could tell one domain the answers of another. Therefore a ring is searched for its own domain alone.
 
-A ring works as the window of LZ77 compressors. A table has the newest end of n-grams by their hash,
-and links lead to older ends. An end that the ring has overwritten is recognized by its position.
+A ring works as the window of LZ77 compressors. A table maps the hash of an n-gram to the position
+of its newest occurrence's last token, and links lead to older occurrences. One that the ring has
+overwritten is recognized by its position.
 """
 
 from array import array

@@ -22,7 +22,7 @@ MAX_PLACES = 64
 """Most places of a token that are compared after a difference."""
 
 STEADY = 8
-"""The number of equal tokens after which a cursor's next ones have the best grade."""
+"""After this number of equal tokens, a cursor's guesses have the better grade (`Guess.grade`)."""
 
 
 class PredictionCursor:
@@ -40,7 +40,7 @@ class PredictionCursor:
         self._places: dict[int, list[int]] | None = None
         #: Index of the next predicted token.
         self.place = 0
-        #: Number of the last tokens that equalled the predicted ones.
+        #: Number of tokens at the answer's end that equal the predicted ones.
         self.num_equal = 0
         #: Number of predicted tokens that the answer has, in order and each once.
         self.num_accepted = 0

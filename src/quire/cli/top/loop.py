@@ -24,7 +24,7 @@ QUIT = frozenset("q\x03\x1b")
 """The keys that end the command: q, Ctrl-C and Escape."""
 
 KEY_S = 0.05
-"""Longest time for which a key waits to be read."""
+"""Maximum number of seconds until a pressed key is read."""
 
 
 def show(
@@ -78,7 +78,8 @@ def _draw(live: Live, feed: Feed, server: WatchedServer, url: str) -> None:
 
 
 def _await(feed: Feed, server: WatchedServer, num_events: int) -> None:
-    """Take the first events. Raises what the feed has to say if there is none."""
+    """Take the first events. Raises an error that the feed yields in their place, and
+    EngineDeadError if they take over 30 seconds."""
     num_taken = 0
     deadline_s = time.monotonic() + 30.0
     while num_taken < num_events:

@@ -274,8 +274,8 @@ class Admission:
 
         is_replay: the sequence is a decoding row; see `StepBudget.take_replay`.
 
-        The sequence must have a slot for at least one more token, and for those that must be
-        computed with it. A content there must be prepared.
+        The sequence must have slots for the next token and for all tokens that must be computed
+        together with it. If the next token belongs to a content, this content must be ready.
         The block tables of its sliding windows grow as far as free blocks allow, but leave each
         running sequence blocks to grow.
         """

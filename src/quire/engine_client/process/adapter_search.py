@@ -1,4 +1,4 @@
-"""Finds adapters with engine processes, and refuses those that kill them.
+"""Asks engine processes to find adapters, and refuses adapters that kill processes.
 
 If a process dies while it reads several adapters, each may be the cause. The next process reads
 these adapters one by one, so that a second death shows which adapter is the cause. Called by

@@ -1,4 +1,4 @@
-"""The resize of transformers' processors for torch, for pictures of 8-bit values.
+"""Resizes pictures of 8-bit values as transformers' processors for torch do.
 
 torch rounds the weights of the filter to 16 bits, and Pillow to 22, so their results differ by 1 in
 some pixels. This is the arithmetic of torch's kernel for the CPU, whose filter widens with the
@@ -58,8 +58,11 @@ def _resize_rows(pixels: "NDArray[np.uint8]", count: int, resample: int) -> "NDA
 def _taps(
     size: int, count: int, resample: int
 ) -> "tuple[NDArray[np.int64], NDArray[np.int32], int]":
-    """For each of `count` results over `size` values: the first value [count] that it weighs, and
-    the weights [taps, count], which are integers over 2 to the number of bits that is returned."""
+    """The filter that resizes `size` values to `count` results: (first, weights, num_bits).
+
+    first [count] is the index of the first value that each result weighs. weights [taps, count] are
+    integers in units of 2**-num_bits.
+    """
     import numpy as np  # a server for text never loads it
 
     # First, the exact weights, by the distances from each result's centre.

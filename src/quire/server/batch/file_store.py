@@ -23,7 +23,7 @@ from quire.observability.log import get_logger
 from quire.server.generation.answer_store import Owner
 
 _OVERHEAD_BYTES = 4096
-"""Bytes that each file counts beside its own, which bounds the number of empty files."""
+"""Bytes counted for each file in addition to its content. They bound the number of empty files."""
 
 _RECORD = ".json"
 

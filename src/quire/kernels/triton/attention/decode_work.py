@@ -29,8 +29,8 @@ from quire.kernels.triton.support import next_power_of_two
 #: about a microsecond, after several microseconds of set-up.
 MIN_CHUNK_TOKENS = 64
 
-#: A context is cut into at most chunk / TOKENS_PER_PART parts. One program merges all parts of a
-#: token, so a context with small chunks must have few chunks.
+#: Chunks double in size until the keys that a sequence sees fit (size / TOKENS_PER_PART) chunks.
+#: One program merges all parts of a token, so there must be few small chunks.
 TOKENS_PER_PART = 16
 
 _PER_PART = tl.constexpr(TOKENS_PER_PART)

@@ -69,7 +69,7 @@ def _iq3_xxs(blocks: Array) -> Array:
 
 def _iq3_s(blocks: Array) -> Unpacked:
     """Unpack IQ3_S to codes of four bits: a sign, and three bits for the odd numbers from 1 to 15.
-    Its scales are integers, so the type has a block format."""
+    Its scales are integers, so `BlockFormat` can describe the type."""
     factor, low, high, signs, scales = fields(blocks, 2, 64, 8, 32)
     points = low.astype(np.uint16) | spread(high, *range(8), width=1).astype(np.uint16) << 8
     numbers = lattice("IQ3_S")[points].reshape(len(blocks), 256).view(np.uint8)
@@ -152,4 +152,4 @@ BLOCK_QUANTIZED_LATTICE_TYPES = {
         _iq3_s,
     )
 }
-"""The types that have a block format, by their names."""
+"""The types that a `BlockFormat` describes, by their names."""

@@ -5,9 +5,9 @@
     X.weight_scale_2  [] or [1] fp32: the factor of all scales
 
 compressed-tensors has the same numbers under other names, and the factor's reciprocal
-(`compressed_tensors`). The table's values are doubled so that they are integers, and the factor is
-halved. Scales of activations are left out: activations are not rounded to four bits. Source:
-modelopt/torch/quantization/qtensor/nvfp4_tensor.py in the package nvidia-modelopt.
+(`compressed_tensors`). The values of codes (`mxfp4.TABLE`) are doubled so that they are integers,
+and the factor is halved. Scales of activations are left out: activations are not rounded to four
+bits. Source: modelopt/torch/quantization/qtensor/nvfp4_tensor.py in the package nvidia-modelopt.
 
 Shapes: O outputs, I inputs, R rows (outputs).
 """

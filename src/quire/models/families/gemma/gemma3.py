@@ -5,8 +5,8 @@ Source: arXiv:2503.19786. Its differences from Gemma 2:
 - heads of q and k are normalised; scores have no cap, and logits have none by default;
 - five layers with a window are followed by one layer without;
 - layers with a window have their own rotation; only the other layers' rotation is stretched;
-- the tokens of an image attend to each other in both directions. A layer's window hides tokens
-  before it as always, and none behind.
+- the tokens of an image attend to each other in both directions. A layer's window limits how far
+  back they see, but not how far ahead.
 """
 
 from collections.abc import Mapping

@@ -70,7 +70,8 @@ class Gemma4Attention(OperatorModule):
         rotation = Rotation(angles, self.q_norm.weight, k_norm, self.eps, self.q_norm.offset)
         k = v = None
         if len(parts) > 1:
-            k = parts[1]  # its norm overwrites it, so v, which may be k, is computed first
+            # `attention` may norm k in place. v may be made of the same tensor, so it comes first.
+            k = parts[1]
             v = self.operators.rms_norm(parts[-1], None, self.eps)
         attended = attention(self.stored_by, AttentionInputs(parts[0], k, v, rotation=rotation))
         output: torch.Tensor = self.o_proj(attended.flatten(-2))

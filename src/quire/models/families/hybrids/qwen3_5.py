@@ -24,7 +24,7 @@ from quire.models.mixture_config import by_layer
 from quire.models.rope_config import of_one_axis
 
 _MTP_FIELDS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-"""Fields about layers that predict further tokens. These layers are heads."""
+"""Fields about layers that predict further tokens. These are draft heads (`models.heads.mtp`)."""
 _NO_DENSE_LAYER = {"intermediate_size": 512}
 """A required field that configs of mixtures lack. Its value is not used."""
 

@@ -67,7 +67,8 @@ class DeepseekV2Config(LatentConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV3Config(LatentConfig):
-    """The config of V3. Layers at the end that predict further tokens (MTP) are heads."""
+    """The config of V3. Layers at the end that predict further tokens (MTP) are not part of the
+    decoder, but draft heads (`models.heads.mtp`)."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -30,7 +30,8 @@ _DENSE, _SPARSE = "dense", "sparse"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4MoeLiteConfig(LatentConfig):
-    """The config of GLM-4.7-Flash. Layers that predict further tokens (MTP) are heads."""
+    """The config of GLM-4.7-Flash. Layers that predict further tokens (MTP) are not part of the
+    decoder, but draft heads (`models.heads.mtp`)."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

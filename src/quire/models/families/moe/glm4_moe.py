@@ -29,7 +29,8 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4MoeConfig(DecoderConfig):
-    """The last `num_nextn_predict_layers` layers, which predict further tokens (MTP), are heads."""
+    """The config. The last `num_nextn_predict_layers` layers, which predict further tokens (MTP),
+    are not part of the decoder, but draft heads (`models.heads.mtp`)."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -110,8 +110,8 @@ class ValueChecker:
     def beyond_exact(
         self, pointer: str, schema: dict[str, Any], keyword: str, value: float
     ) -> dict[str, float]:
-        """The keywords for the bound `value`, which is beyond 2**53, narrowed to an exact
-        number."""
+        """The keywords that replace a bound `value` beyond 2**53. They have exact numbers, and the
+        bound is narrowed to one."""
         narrowed = greatest if keyword.endswith("aximum") else least
         is_exclusive = keyword.startswith("exclusive")
         bound = narrowed(value, is_exclusive=is_exclusive, is_integer=_is_integer(schema))
