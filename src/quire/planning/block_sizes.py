@@ -30,7 +30,7 @@ DEFAULT = 16
 EQUAL_SHARE = 0.01
 _HOST_SIZES = (8, 128)
 _HOST_LOAD = LengthLoad((1024, 1024), (1, 1), None, 16)
-_HOST_ROUNDS = 3
+_HOST_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +97,22 @@ def choose_size(found: Sequence[SizeOutcome]) -> int:
     return min(equal, key=lambda size: (abs(log2(size) - log2(DEFAULT)), size))
 
 
-def host_block_s(clock: Callable[[], float] = time.perf_counter) -> float:
+def host_block_s(clock: Callable[[], float] = time.process_time) -> float:
     """The host's seconds for each additional block.
 
-    It is the difference between running prompts with small and with large blocks. Only the
-    scheduler and the memory manager run.
+    It is the difference between running prompts with small and with large blocks, in turns. Only
+    the scheduler and the memory manager run.
     """
     load = draw_lengths(_HOST_LOAD)
-    taken: list[float] = []
-    for size in _HOST_SIZES:
-        rounds = []
-        for _ in range(_HOST_ROUNDS):
+    rounds: list[list[float]] = []
+    for _ in range(_HOST_ROUNDS):
+        times: list[float] = []
+        for size in _HOST_SIZES:
             began_s = clock()
             run_virtually(load, _host_shape(size), _FreeCosts())
-            rounds.append(clock() - began_s)
-        taken.append(min(rounds))
+            times.append(clock() - began_s)
+        rounds.append(times)
+    taken = [min([times[at] for times in rounds]) for at in range(len(_HOST_SIZES))]
     num_tokens = _HOST_LOAD.num_requests * _HOST_LOAD.prompt[0]
     num_more = num_tokens // _HOST_SIZES[0] - num_tokens // _HOST_SIZES[1]
     return max(0.0, (taken[0] - taken[1]) / num_more)
