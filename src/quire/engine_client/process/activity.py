@@ -120,9 +120,9 @@ class ActivityRecord:
         """Write a record. ids: None for all requests."""
         self._num_records += 1
         length = _ALL if ids is None else len(ids)
-        # A process that dies between the two lines leaves ids that don't fit the length before
-        # them, which `read` takes for all requests.
         if ids and ids is not self._written_ids:
+            # If the process dies while it writes the ids, the record stands for all requests.
+            _HEAD.pack_into(self._memory, 0, self._num_records, self._predicted_s, doing, _ALL)
             self._memory[_HEAD.size : _HEAD.size + length] = ids
             self._written_ids = ids
         _HEAD.pack_into(self._memory, 0, self._num_records, self._predicted_s, doing, length)
