@@ -5,6 +5,8 @@ code whose only waits are those of asyncio: no threads, sockets or processes.
 """
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 TICK_S = 1e-6
 """The virtual seconds between two readings of the clock, so that no two events tie."""
@@ -26,3 +28,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if not self._ready and self._scheduled:
             self._now_s = max(self._now_s, self._scheduled[0].when())
         super()._run_once()
+
+
+def run_virtually(main: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run` in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main)

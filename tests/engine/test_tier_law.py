@@ -29,7 +29,7 @@ def test_nothing_that_happens_in_a_tier_changes_a_token(
             counts = run_case(folder, case, alone, tmp_path)
             num_preempted = counts.pop("preempted")
             assert counts.total() == 9
-            # Of all kinds together, a row takes so much at once that none has to grow.
+            # With all kinds, a row gets so many blocks at first that no row has to grow.
             if num_preempted or kind == "all kinds":
                 break
         else:

@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from tests.virtual_loop import VirtualLoop
+from tests.virtual_loop import run_virtually
 
 from quire.engine_client.recovery import EngineState
 from quire.errors import ConfigurationError, EngineDeadError, OverloadedError
@@ -83,8 +83,7 @@ def run(scenario):
             assert (model.reserved_bytes == 0) == (model.phase is Phase.UNLOADED), model.name
         await world.room.close()
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(main())
+    run_virtually(main())
 
 
 def test_a_model_is_loaded_by_its_first_call_alone():

@@ -50,8 +50,8 @@ def _end_at_once(codes: list[int]) -> None:
     """End this process with the code in `codes`, if there is one, and leave its memory to the
     operating system. The interpreter would first free each object, which takes 0.15 s.
 
-    Output that can't be written makes a code of 0 a 1. A closed pipe (`quire ... | head`) is no
-    error that is reported.
+    If output can't be written, the code is 1 instead of 0. An error is printed, unless the reader
+    has closed the pipe (`quire ... | head`).
     """
     if not codes:
         return

@@ -4,8 +4,8 @@ A replica is one engine of the fleet, in its own process. An engine answers a pi
 steps. An engine counts as silent if it leaves a ping unanswered for several times its longest step
 and uses no CPU time. Such an engine is assumed to be frozen (SIGSTOP, a frozen container), swapped
 out, or waiting for a device or a file server. Its requests continue in other replicas, and it gets
-no new requests until it answers. Its process is killed only when
-its step counts as hanging (`EngineLink.watch`), since a new process has to load the model.
+no new requests until it answers. Its process is killed only when its step counts as hanging
+(`EngineLink.watch`), since a new process has to load the model.
 
 An engine that answers no ping but uses CPU time is assumed to be in a step that never ends, perhaps
 because of one of its requests. Its requests are not moved, since that request could block other

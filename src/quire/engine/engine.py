@@ -109,7 +109,8 @@ class Engine:
         self.watch = Watch()
         #: Logs statistics from time to time; None if it is off.
         self.stats_log: StatsLog | None = None
-        #: Called before a step runs, with its requests and times; None if no one listens.
+        #: Called before a step runs, with its requests and its predicted time; None if no one
+        #: listens.
         self.on_step: OnStep | None = None
         self.grammars = GrammarWork(None, limits.end_token_ids)
         self.adapters = AdapterWork(scheduler)

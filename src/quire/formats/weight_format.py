@@ -49,7 +49,7 @@ class LinearModule(nn.Module):
     #: LoRA adapters that the native kernels add to the output; other kernels ignore them.
     packed_adapters: PackedAdapters | None
 
-    #: Whether inputs may be wide (`WideInputsMethod`). Not of linears that one call multiplies
+    #: Whether inputs may be wide (`WideInputsMethod`). False for linears that one call multiplies
     #: together, since the call has one list of wide inputs.
     may_have_wide: bool
 

@@ -489,9 +489,9 @@ def _read_prompts(prompts: Prompt | Sequence[Prompt] | None) -> list[PromptInput
 def _with_settings(prompts: list[PromptInput], given: Any) -> list[PromptInput]:
     """The prompts with a call's mm_processor_kwargs, which a prompt's own replace."""
     settings = read_picture_settings(given)
-    merged = [{**settings, **prompt.picture_settings} for prompt in prompts]
     return [
-        prompt._replace(picture_settings=each) for prompt, each in zip(prompts, merged, strict=True)
+        prompt._replace(picture_settings={**settings, **prompt.picture_settings})
+        for prompt in prompts
     ]
 
 

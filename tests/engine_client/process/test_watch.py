@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from tests.engine_client.fake_engine_process import HANG
 from tests.engine_client.process.test_link import Owner, add, opened, run
+from tests.virtual_loop import run_virtually
 
 from quire.engine_client import recovery
 from quire.engine_client.messages import Outputs
@@ -110,7 +111,7 @@ def test_a_process_that_makes_progress_may_answer_late() -> None:
         await link.killed.wait()
         assert link._killed_because is not None and "after 0.2 s" in link._killed_because
 
-    run(test)
+    run_virtually(test())
 
 
 def test_the_pace_counts_records_and_keeps_the_prediction_until_the_process_idles() -> None:

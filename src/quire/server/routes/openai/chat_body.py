@@ -144,7 +144,8 @@ class TemplateOptions(Body):
         cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
     ) -> None:
         super().check_fields(fields, limits, max_model_len)
-        check_few_values(fields, "chat_template_kwargs")
+        for name in ("chat_template_kwargs", "mm_processor_kwargs"):
+            check_few_values(fields, name)
 
 
 class ChatPromptFields(TemplateOptions):
@@ -167,13 +168,6 @@ class ChatPromptFields(TemplateOptions):
     reasoning: ReasoningFields | None = None
     enable_thinking: bool | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
-
-    @classmethod
-    def check_fields(
-        cls, fields: Mapping[str, Any], limits: CallLimits, max_model_len: int
-    ) -> None:
-        super().check_fields(fields, limits, max_model_len)
-        check_few_values(fields, "mm_processor_kwargs")
 
     def reasoning_options(self, budget_tokens: int | None = None) -> ReasoningOptions:
         """The reasoning options in the fields. `budget_tokens` is the value of a further field for
