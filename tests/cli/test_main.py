@@ -149,6 +149,17 @@ def test_generate_without_a_text_is_wrong_usage(fake_llm: type, capsys: Capture)
     assert "the following arguments are required: PROMPT" in capsys.readouterr().err
 
 
+def test_generate_takes_no_model_for_a_text(
+    fake_llm: type, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate", str(tmp_path), "a text"])
+    assert stop.value.code == 2
+    assert f"{tmp_path} is a model; write --model {tmp_path}" in capsys.readouterr().err
+    assert cli.main(["generate", "-p", str(tmp_path)]) == 0, "-p always takes a text"
+
+
 def test_generate_streams_the_text_and_nothing_else(fake_llm: type, capsys: Capture) -> None:
     assert cli.main(["generate", "one", "--max-tokens", "7", "--max-model-len", "64"]) == 0
     assert capsys.readouterr().out == "one:7\n"

@@ -64,6 +64,10 @@ def main(words: Sequence[str] | None = None) -> int:
     args.words, args.told = words, parser.chosen(args).told
     if args.command == "generate" and not (args.prompts or args.prompt):
         parser.error("the following arguments are required: PROMPT")
+    if args.command == "generate" and args.model is None and _is_model(*args.prompts[:1]):
+        parser.error(
+            f"{args.prompts[0]} is a model; write --model {args.prompts[0]} before a PROMPT"
+        )
     if args.command == "batch" and args.input is None:
         parser.error("the following arguments are required: FILE")
     if args.command == "plan" and args.load is None:
@@ -110,6 +114,12 @@ def main(words: Sequence[str] | None = None) -> int:
         _complain(str(error))
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _is_model(text: str = "") -> bool:
+    """Whether a text is the path of a model's folder or of a GGUF file."""
+    is_folder = os.path.isfile(os.path.join(text, "config.json"))
+    return text != "" and (is_folder or (text.endswith(".gguf") and os.path.isfile(text)))
 
 
 def _complain(message: str) -> None:
