@@ -132,7 +132,7 @@ def test_commands_know_the_names(folder: Folder, capsys: pytest.CaptureFixture[s
     folder.plugin("one", REGISTER)
     with pytest.raises(SystemExit):
         main(["serve", "--plugin", "one", "--help"])
-    assert "longest_prefix, deadline or mine" in " ".join(capsys.readouterr().out.split())
+    assert "shortest_first, deadline or mine" in " ".join(capsys.readouterr().out.split())
     assert main(["generate", "x", "--plugin=two", "--scheduling-policy", "mine"]) == 1
     error = capsys.readouterr().err
     assert error == (
@@ -242,7 +242,7 @@ def test_names_of_the_sample_are_refused_with_all_names(launched: Any) -> None:
     assert server.process.wait(60) == 1
     assert server.output() == (
         "quire: error: --scheduling-policy is 'shortest_promt', but must be one of fcfs, priority,"
-        " fair, longest_prefix, deadline, shortest_prompt\n"
+        " fair, longest_prefix, shortest_first, deadline, shortest_prompt\n"
     )
 
 

@@ -25,6 +25,7 @@ from quire.core.scheduling.policy import (
     LongestPrefixPolicy,
     Policy,
     PriorityPolicy,
+    ShortestFirstPolicy,
 )
 from quire.core.sequence import Sequence
 from quire.core.step import StepPlan
@@ -348,6 +349,32 @@ def test_longest_prefix_starves_no_request() -> None:
     waits = longest_wait_alone_s(ours), longest_wait_alone_s(unbounded)
     print(f"longest wait of a prompt like no other: {waits[0]:.1f} s, {waits[1]:.1f} s unbounded")
     assert waits[0] < 9 < waits[1], "the load ends after 9 s"
+
+
+# ---- shortest first -----------------------------------------------------------------------------
+
+
+@functools.cache
+def prompts_of_any_length(policy: Callable[[], Policy]) -> World:
+    """Short and long prompts at more than the rate that fits, for 9 s."""
+    author = Author(0)
+    for at_s in author.times(45, seconds=9):
+        author.ask(at_s, author.rng.choice((3, 10, 30, 90)), author.rng.randint(2, 8))
+    return simulate(policy, author.arrivals, num_blocks=96, max_num_batched_tokens=32)
+
+
+def test_shortest_first_answers_sooner_and_starves_no_request() -> None:
+    fcfs, ours = (
+        prompts_of_any_length(policy)
+        for policy in (FcfsPolicy, functools.partial(ShortestFirstPolicy, WAIT_TOKENS_PER_S))
+    )
+    for name, world in (("fcfs", fcfs), ("shortest_first", ours)):
+        print(f"{name}: mean wait {mean_wait_s(world):.2f} s")
+    assert mean_wait_s(ours) < 0.7 * mean_wait_s(fcfs)
+    window_s = ours.config.max_model_len / WAIT_TOKENS_PER_S
+    for name, sequence in ours.sequences.items():
+        num_late = ours.num_started_before(name, of_later_than_s=sequence.arrival_s + window_s)
+        assert num_late <= sequence.num_overtaken <= MAX_OVERTAKEN
 
 
 # ---- deadline -----------------------------------------------------------------------------------

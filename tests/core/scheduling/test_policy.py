@@ -83,6 +83,7 @@ ARRIVED: list[tuple[str, float, int, str, int, float | None]] = [
         ("priority", "dbeacf"),  # f: 2 + 90/60 = 3.5, behind a and c, which are 3 and a bit
         ("fair", "adfbec"),  # by turns, as each that is chosen gets the same service
         ("longest_prefix", "cabdef"),  # c: 2 s - 4500 tokens
+        ("shortest_first", "cabdef"),
         ("deadline", "cbefad"),
     ],
 )
@@ -102,6 +103,15 @@ def test_each_policy_orders_the_sequences_as_expected(name: str, order: str) -> 
         policy.on_service(sequence, 10, 0)
     assert drawn == order
     assert len(queue) == 0
+
+
+def test_shortest_first_orders_by_tokens_to_compute_and_by_waiting() -> None:
+    long, cached = make("long", prompt=900), make("cached", 0.1, prompt=1000)
+    short, late = make("short", 0.5, prompt=300), make("late", 0.9, prompt=10)
+    cached.num_matched_tokens = 990
+    assert names(enter(POLICIES.make("shortest_first"), long, cached, short, late)) == (
+        "cachedshortlonglate"  # 110, 800, 900 and 910 tokens
+    )
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -137,7 +147,7 @@ def test_a_policy_is_one_method() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_those_that_there_are() -> None:
-    known = "fcfs, priority, fair, longest_prefix, deadline"
+    known = "fcfs, priority, fair, longest_prefix, shortest_first, deadline"
     with pytest.raises(ConfigurationError, match=f"'sjf', but must be one of {known}"):
         POLICIES.make("sjf")
 

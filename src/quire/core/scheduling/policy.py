@@ -146,6 +146,20 @@ class LongestPrefixPolicy(Policy):
         return (sequence.arrival_s * self.wait_tokens_per_s - sequence.num_matched_tokens,)
 
 
+class ShortestFirstPolicy(LongestPrefixPolicy):
+    """The fewest prompt tokens to compute first, those that the prefix cache lacks; a second of
+    waiting counts like `wait_tokens_per_s` tokens fewer.
+
+    This is the order with the smallest mean time to the first token (Smith, Various Optimizers for
+    Single-Stage Production, 1956), with ageing. No sequence starves: the bound of
+    `LongestPrefixPolicy` holds.
+    """
+
+    def rank(self, sequence: Sequence, now_s: float) -> Rank:
+        (rank,) = super().rank(sequence, now_s)
+        return (rank + sequence.num_prompt_tokens,)
+
+
 @dataclass(slots=True)
 class _Account:
     """A tenant's virtual token counter and its sequences."""
@@ -335,6 +349,7 @@ POLICIES: Registry[Callable[..., Policy]] = Registry(
         "priority": PriorityPolicy,
         "fair": FairPolicy,
         "longest_prefix": LongestPrefixPolicy,
+        "shortest_first": ShortestFirstPolicy,
         "deadline": DeadlinePolicy,
     },
 )
