@@ -145,7 +145,7 @@ class AdapterTargets:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each part's name in the model with the indices [O] of the adapter's outputs for it.
 
-        If the part is transposed, these are outputs for its inputs, of shape [1, I].
+        If the part is transposed, there is one output for each of its inputs, in the shape [1, I].
         """
         sizes = {path: len(adapter.weights[path].b) for path in paths}
         try:

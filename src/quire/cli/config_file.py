@@ -59,7 +59,7 @@ class Entry:
         return self.place == self.name
 
     def typed(self, *, has_place: bool) -> Typed:
-        """How it gives its option. With `has_place`, an entry of a file names the file."""
+        """The entry as messages show it, with its place in the file if `has_place`."""
         value = None if isinstance(self.values, bool) else ",".join(self.values)
         if self.is_variable:
             return Typed(self.name, value, "=")

@@ -26,11 +26,11 @@ def grade_of(probability: float) -> int:
 class DraftStop(NamedTuple):
     """The rule by which a run of drafts for one row ends."""
 
-    #: For each grade, the chance that a draft of this grade is accepted if those before it are.
+    #: For each grade, the chance that a draft of this grade is accepted if all earlier drafts are.
     chances: tuple[float, ...] = TYPICAL_PROBABILITIES
-    #: For each grade, the chance that the draft behind an accepted draft of this grade is accepted.
+    #: For each grade, the chance that the draft after an accepted draft of this grade is accepted.
     next_chances: tuple[float, ...] = TYPICAL_PROBABILITIES
-    #: The smallest chance to be accepted at which one more draft pays.
+    #: The drafter stops if its next draft would be accepted with a smaller chance than this.
     least_chance: float = 0.0
     #: The tokens that end the sequence. No draft follows them.
     end_token_ids: frozenset[int] = frozenset()

@@ -1,7 +1,7 @@
-"""The contents of requests, such as images, in one engine.
+"""Checks, keeps and encodes the contents of requests, such as images, in one engine.
 
-Checks that a request brings the contents that its spans name, keeps them open while it runs, and
-lets the encoder work between steps. Used by `engine`.
+A request must bring the contents that its spans name. They stay open while it runs, and the encoder
+works between steps. Used by `engine`.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,7 +16,7 @@ from quire.engine.item_work import ItemWork, ReadItems
 from quire.errors import InvalidRequestError
 
 VALUE_BYTES = 4
-"""Bytes of one of a content's values, which are fp32."""
+"""Bytes of one value of a content; values are fp32."""
 
 
 class StoredContents(ReadItems, Protocol):
@@ -39,7 +39,7 @@ class StoredContents(ReadItems, Protocol):
         ...
 
     def open(self, contents: Collection[Content]) -> None:
-        """Keep the inputs of these contents, until as many calls of `close` name them."""
+        """Keep the inputs of each content until `close` was called for it as often as `open`."""
         ...
 
     def close(self, digests: Collection[str]) -> None:
@@ -47,7 +47,7 @@ class StoredContents(ReadItems, Protocol):
         ...
 
     def advance(self, limit_s: float) -> None:
-        """Encode what is being read for about limit_s seconds; return at once if nothing is."""
+        """Spend about limit_s seconds on encoding contents that sequences wait for, if any."""
         ...
 
     def counts(self) -> Mapping[str, float]:
@@ -115,7 +115,7 @@ class ContentWork(ItemWork):
                 )
 
     def marked(self, request: Request) -> Request:
-        """The request, whose spans say whether the model computes each in one step."""
+        """The request with spans that say whether the model computes them in one step each."""
         if self._store is None or not request.content_spans:
             return request
         whole = self._store.in_one_step

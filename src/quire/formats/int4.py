@@ -11,9 +11,10 @@ output n, the result is computed as
 Sums are in fp32, in the order of the groups, with fused multiply-adds. Dot products, sums of x's
 integers and the inner sum of `offsets` are exact. S and O are bf16, one of each for an output.
 
-A vocabulary projection keeps the weights of a few wide inputs (`widest_inputs`) in int8, with a
-scale V[n] for each output. All wide inputs share one scale of x; they add x_scale[m] * dot[m, n] *
-V[n] to the result. The other weights are rounded as if those of wide inputs were zero.
+A vocabulary projection keeps the weights of its wide inputs, the few with the largest weights
+(`widest_inputs`), in int8 with a scale V[n] for each output. They share one scale of x, and add
+x_scale[m] * dot[m, n] * V[n] to the result. The other weights are rounded as if the weights of wide
+inputs were zero.
 
 Shapes: M rows of x, I input size, O output size, g groups of G inputs.
 """

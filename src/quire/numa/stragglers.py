@@ -34,9 +34,9 @@ logger = get_logger(__name__)
 
 
 class Stragglers:
-    """Finds and moves the pages of one process that lie outside its part.
+    """Finds and moves the pages of one process that lie outside its part of the machine.
 
-    Invariant: no call takes longer than PIECE_S and one system call on MOVED_PAGES pages.
+    Invariant: a call takes at most PIECE_S plus the time of one system call on MOVED_PAGES pages.
     """
 
     def __init__(

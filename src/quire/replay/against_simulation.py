@@ -45,7 +45,7 @@ class _OpenReplay:
     last_s: float = 0.0
     #: The time at which the client disconnects; None if it does not disconnect at a fixed time.
     leaves_s: float | None = None
-    #: Number of tokens of the first answer after which the client disconnects; None if it stays.
+    #: The client disconnects after this number of tokens of the first answer; None if it stays.
     leaves_after: int | None = None
 
 
@@ -180,7 +180,7 @@ class _SimulatedReplay:
         return tuple(found)
 
     def _note(self, options: TraceOptions, has_grammar: bool) -> None:
-        """Count what the recording or the measured costs do not say of a request."""
+        """Count the features of a request that the recording or the costs don't cover."""
         if has_grammar:
             self._notes[
                 "requests had a grammar; the recording does not say which, so that compiling it and"

@@ -4,7 +4,7 @@
 
         block i | layer 0 of its group | layer 1 | ... | unused |
 
-    host      the same for the layers that the CPU computes for another device, if there are any
+    host      a second storage of this form, for layers that the CPU computes beside a device
 
 A page belongs to the KV group that currently holds its block id. All groups share the storage, and
 each divides a page among its own layers (`page_layout.py`). The attention backend defines the
@@ -88,7 +88,7 @@ class KVCache:
             ) from error
 
     def layers(self) -> tuple[LayerKV, ...]:
-        """Each layer's view into the storage of its side, for `AttentionBackend.bind`."""
+        """Each layer's view into the storage of its device or host, for `AttentionBackend.bind`."""
         layout = self.layout
         num_own = len(layout.formats) - layout.num_host_layers
         return tuple(

@@ -16,7 +16,7 @@ WINDOW_S = 10.0
 """Seconds of steps from which rates are computed."""
 
 MAX_SAMPLES = 240
-"""Number of histograms that are kept; percentiles are those of the values since the oldest."""
+"""Number of histograms that are kept. Percentiles count the values since the oldest of them."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class WatchedServer:
     def percentile(self, name: str, share: float) -> float | None:
         """A percentile of one of the server's histograms, in seconds; None without values.
 
-        It counts the values since the oldest event that is kept, or all if there are none since.
+        It counts the values since the oldest histogram that is kept; if there are none, all values.
         """
         if not self._histograms:
             return None

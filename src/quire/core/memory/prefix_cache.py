@@ -181,9 +181,9 @@ class PrefixCache:
         parents: Sequence[bytes],
         is_first: bool = False,
     ) -> None:
-        """Make blocks findable whose contents are not cached, each behind its own parent.
+        """Make blocks findable whose contents are not cached. Each has its own parent.
 
-        is_first: whether the first of them is the first of its chain; the others are not.
+        is_first: whether blocks[0] is the first block of its chain. The other blocks never are.
         """
         nodes, children = self.nodes, self._children
         self._blocks[group].update(zip(digests, blocks, strict=True))

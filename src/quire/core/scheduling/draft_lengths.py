@@ -1,4 +1,4 @@
-"""Chooses how many drafts a step verifies behind each row.
+"""Chooses how many drafts a step verifies for each row.
 
 A draft survives if it and all drafts before it are accepted. Then it saves its row a step. But a
 step with drafts takes longer. So drafts are taken in the order of their chances to survive, up to
@@ -7,9 +7,9 @@ to get, divided by the time that the cost model predicts. One row may get many d
 many rows already uses all of the processor. Then a draft costs nearly as much as a token, and few
 drafts or none are taken.
 
-Drafts of a model take its time, too: it runs once for each place behind the rows, and rows share a
-run. It may first have to catch up on a row. It stops at a draft that it is not sure of, so a run,
-and the verification of its draft, count with the chance that the draft before was good.
+A model that drafts takes time, too. One run makes the next draft of all rows. The model may first
+have to catch up on a row. It stops after a draft with a low probability. So the time of a run, and
+of verifying its draft, is weighted with the chance that the run takes place.
 
 In models with states an accepted draft is computed twice. The choice of a draft counts both times.
 The step that computes the draft again counts it like the chunks of prompts.
@@ -32,7 +32,7 @@ class Catching(NamedTuple):
     """The tokens of a row on which a drafter has to catch up before its first draft."""
 
     num_missing: int
-    #: The share of that time that counts for this step; later steps profit from it, too.
+    #: The share of the time to catch up that this step is charged; later steps profit, too.
     share: float
     #: The number of these tokens that fit into this step. If some do not fit, the row gets no
     #: drafts in this step.
@@ -111,11 +111,11 @@ class _DrafterTime:
     def __init__(self, costs: DrafterCosts | None, spent_s: float) -> None:
         self._costs = costs
         self._runs: list[int] = []
-        #: The seconds that the step takes for it at most, and those that count for the step.
+        #: Seconds that the drafter takes in this step at most, and seconds that are charged.
         self.whole_s, self.charged_s = spent_s, 0.0
 
     def add(self, place: int, catching: Catching, chance: float) -> None:
-        """Add the draft at a place behind a row, which is made with this chance."""
+        """Add draft number `place` of a row. The drafter makes it with this chance."""
         assert self._costs is not None
         before_s = self._costs.predict_s(self._runs, 0)
         if place == len(self._runs):
@@ -138,8 +138,8 @@ def _best_count(
 ) -> tuple[int, float]:
     """The number of drafts at which tokens per second are highest, and these tokens per second.
 
-    order: the candidate of each draft. The time is that of the decoding rows, because chunks of
-    prompts make a step long without the drafts' doing.
+    order: the candidate of each draft. Only the time of decoding rows counts, since chunks of
+    prompts make a step long in any case.
     """
     model, load, limit_s = budget.model, budget.load, budget.drafts_limit_s()
     assert model is not None

@@ -19,7 +19,7 @@ from quire.core.scheduling.running_set import rank_of
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Drafted, StepResult, TokenLogprobs
 
-# The fields of an output behind `num_cached_tokens`, of a sequence that goes on, without end.
+# An output's fields after `num_cached_tokens` if the sequence continues, each repeated endlessly.
 OTHER_FIELDS = [repeat(value) for value in SequenceOutput._field_defaults.values()][1:]
 
 # new_output(SequenceOutput, fields) takes 65% of the time of the constructor.
@@ -31,8 +31,7 @@ class PlainRows(NamedTuple):
     """The rows of a step whose sequences only append a token, unless it is an end token.
 
     Nearly all rows of nearly all steps are such rows, so they are kept as columns of equal length,
-    `all_end_token_ids` aside: a result is applied to all of them at once. Their sequences
-    have sampled before.
+    and a result is applied to all of them at once. Their sequences have sampled before.
     """
 
     #: In ascending order, like the decoding rows of a result.
@@ -73,7 +72,7 @@ class PlainRows(NamedTuple):
 
 NO_PLAIN_ROWS = PlainRows([], [], [], [], [], [], [], [], frozenset())
 
-# The values of a sequence in the columns of `PlainRows`, itself aside.
+# The values of a sequence in the columns of `PlainRows`, except for the sequence itself.
 _values_of = attrgetter(
     "row",
     "token_ids",
@@ -96,7 +95,7 @@ class StepInFlight:
     #: The other rows that compute: row -> (its sequence, the sequence's num_admissions at that
     #: time, tokens written when the step has ended).
     rows: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
-    #: Row -> the drafts that the step verifies behind the row's tokens; None if it has none.
+    #: Row -> the drafts that the step verifies after the row's tokens; None if no row has drafts.
     drafts: dict[int, Proposal] | None = None
     #: Row -> the drafts that are ordered from the runner's drafter.
     ordered: Mapping[int, OrderedDrafts] = field(default_factory=dict)
@@ -152,7 +151,7 @@ class StepInFlight:
         """Append the tokens of plain rows, publish the blocks that the step filled, and keep the
         log-probabilities of prompts.
 
-        Leaves out rows with drafts, of which only the sampled tokens say how many are confirmed.
+        Leaves out rows with drafts: only their sampled tokens show how many drafts are confirmed.
         """
         for row, prompt_logprobs in result.prompt_logprobs.items():
             sequence, num_admissions, _ = self.rows[row]
@@ -185,7 +184,7 @@ class StepInFlight:
             if num_confirmed >= (sequence.num_published_blocks + 1) * block_size:
                 filled.append(sequence)
         if filled:
-            filled.sort(key=rank_of)  # of equal contents, that of the first-ranked is published
+            filled.sort(key=rank_of)  # the first-ranked of blocks with equal contents is published
             memory.filled_blocks.publish(filled)
 
 

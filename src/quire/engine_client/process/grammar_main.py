@@ -7,8 +7,8 @@ threads, so it can always kill workers:
     API server ── begin, then "fork" with a socket, or "kill" ──▶ this process ──fork──▶ workers
       └───────────────── jobs, one at a time, and replies ─────────────────────────────┘
 
-A worker makes the grammar of one job after the other, within limits of processor time and memory.
-The system kills a worker that exceeds its limits. Started by `grammar_compilers`.
+A worker does one job at a time, within limits of processor time and memory. The system kills a
+worker that exceeds its limits. Started by `grammar_compilers`.
 """
 
 import argparse
@@ -43,8 +43,7 @@ MAX_JOB_BYTES = 768 << 20
 """Bytes of address space that a worker may use in addition to its size at the start."""
 
 _MAX_KEPT_BYTES = 128 << 20
-"""A worker that holds more bytes of memory than this after a job ends, and a new worker replaces
-it."""
+"""Bytes of memory. If a worker holds more when a job is done, a new worker replaces it."""
 
 READY = b"ready"
 FORK = b"fork"

@@ -30,7 +30,7 @@ class PixtralProcessor(ImageProcessor):
     placeholder = "[IMG]"
     _ROW_END, _END = "[IMG_BREAK]", "[IMG_END]"
     span_tokens = (placeholder, _ROW_END, _END)
-    encoder_ids = (10, 12, 13)  # the encoder puts the text's embeddings of these into the image
+    encoder_ids = (10, 12, 13)  # the encoder's output has the text embeddings of some of these
 
     def __init__(
         self, config: Mapping[str, Any], image_fields: Mapping[str, Any], fields: Mapping[str, Any]

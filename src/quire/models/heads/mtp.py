@@ -36,8 +36,8 @@ from quire.models.wrappers import language_model_name
 
 
 class MTPHead(DraftHead):
-    """A head of DeepSeek-V3 or GLM-4.5. It drafts from its residual stream, before the last norm,
-    which is also its next state."""
+    """A head of DeepSeek-V3 or GLM-4.5. Its hidden state for the next draft is the residual stream
+    before the last norm."""
 
     method = "mtp"
     shares_head = True
@@ -95,7 +95,8 @@ class LatentMTPHead(MTPHead):
 
 
 class HybridMTPHead(MTPHead):
-    """A head of Qwen3-Next or Qwen3.5. Its next state is normed, as the target's states are."""
+    """A head of Qwen3-Next or Qwen3.5. Its hidden state for the next draft is normed, like the
+    target's."""
 
     layer_type = delta_hybrid.DeltaHybridLayer
 
@@ -224,7 +225,7 @@ def mtp_config(config: ModelConfig, architectures: Mapping[str, str]) -> Decoder
         "tie_word_embeddings": False,
     }
     if config.mixtures is not None:
-        # Only layers at the beginning are dense, or single ones.
+        # The last mixture is taken: layers without a mixture come first, or are single exceptions.
         mixtures = [each for each in config.mixtures if each is not None]
         changes["mixtures"] = (mixtures[-1] if mixtures else None,)
     if hasattr(config, "layer_types"):

@@ -1,6 +1,6 @@
-"""The entries of MTP heads, one for each architecture whose files have them.
+"""Registry entries of MTP heads, one for each architecture whose checkpoints have such heads.
 
-The families with MTP heads are imported here. `models.registry` imports this module for a head.
+This module imports the families with MTP heads. `models.registry` imports it only for such heads.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ def _entry(
     parts: Mapping[str, tuple[str, ...]] = CHECKPOINT_PARTS,
     arrangement: Callable[[Any], Arrangement] | None = None,
 ) -> MTPEntry:
-    """The entry of a head of a mixture of experts."""
+    """The entry of a head whose layer may have a mixture of experts."""
     return MTPEntry(config, model, parts, arrangement=arrangement, unstack=UnstackedCheckpoint)
 
 

@@ -1,6 +1,6 @@
 """The connector of InternVL and LFM2-VL: a norm and two linears over squares of patches.
 
-Shapes: R rows of a piece, S width of a square of patches, I inner size, O output size.
+Shapes: R squares of patches, S elements of a square, I inner size, O output size.
 """
 
 from typing import Unpack

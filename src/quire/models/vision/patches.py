@@ -17,7 +17,7 @@ NUM_CHANNELS = 3
 """Red, green and blue."""
 
 IMAGE_GRID = (1, 1, 1)
-"""The grid of a content that is an array [3, height, width], whose shape says all."""
+"""The grid of a content that is one array [3, height, width], since its shape gives the size."""
 
 
 class PatchProjection(SlottedModule):

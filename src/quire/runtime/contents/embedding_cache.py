@@ -2,9 +2,9 @@
 
 The policy is GreedyDual-Size (Cao and Irani, USENIX 1997). The value of an entry is the seconds of
 its encoding for each of its bytes, added at each use to the value of the last evicted entry. The
-entry of the least value is evicted, and of several the least recently used one. So an entry that
-was costly stays longer, but not for good: values of later entries grow with each eviction. Entries
-of equal costs are evicted by their last use alone.
+entry of the least value is evicted; among equal values, the least recently used entry. So an entry
+that was costly stays longer, but not for good: values of later entries grow with each eviction. If
+all costs are equal, the order of eviction is that of the last uses.
 
 Evictions change no result, since encoding again gives the same bits. Used by `content_store`.
 """
@@ -19,7 +19,7 @@ class _Entry:
     embeddings: torch.Tensor
     #: Seconds of encoding for each byte.
     cost: float
-    #: The cost, and the floor of the cache at the entry's last use.
+    #: The cost plus the floor of the cache at the entry's last use.
     value: float
 
 

@@ -276,7 +276,7 @@ class _BoundListed:
     def entry(self, entry: TokenLogprobs, row: int, differences: Int32s) -> TokenLogprobs:
         """`entry`; if the row's request lists tokens, they replace the best token.
 
-        `differences` has the result of the method `differences`, as the int32 bits of fp32.
+        `differences` are the values of the method `differences`, as the int32 bits of fp32.
         """
         if row not in self.of_row:
             return entry
@@ -372,7 +372,7 @@ def _aligned(count: int) -> int:
 
 
 def _width(num_top: Int32s) -> int:
-    """Length, in int32, of an entry with the largest of these numbers of best tokens."""
+    """The size of an entry, in int32, with room for the largest number of best tokens."""
     return token_logprobs.HEADER + 2 * int(num_top.max(initial=0))
 
 

@@ -40,7 +40,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 """Codes of errors that the HTTP framework raises, by status."""
 
 CLIENT_GONE_STATUS = 499
-"""nginx's status, for the log, of a call whose client disconnected before the answer began."""
+"""The status that the log shows if the client disconnects before the answer begins, as in nginx."""
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of the operating system that may not recur once other work has ended."""

@@ -32,7 +32,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_ORDER_MARK = "\ufeff"
 
 _VALUES_AT_ONCE = 1000
-"""Number of values that are checked between two pauses, in some hundredths of a millisecond."""
+"""Number of values that are checked between two pauses. This takes less than 0.1 ms."""
 
 Path = tuple["Path", str | int] | None
 """The place of a value: the path of the list or object that contains it, and its name or index
@@ -48,7 +48,7 @@ MAX_NUMBER_CHARACTERS = 400
 integer grows with the square of its length."""
 
 MAX_DEPTH = 900
-"""Maximum nesting of lists and objects, about that of Python's recursive `json` functions."""
+"""Maximum nesting of lists and objects. Python's recursive `json` functions allow about as much."""
 
 _LONG_NUMBER = re.compile(rf"[0-9]{{{MAX_NUMBER_CHARACTERS + 1}}}")
 

@@ -20,7 +20,7 @@ from quire.models.checkpoints.source import DerivedSource, refusal_of_two
 class FoundWeights:
     """The quantized weights that a method finds in files."""
 
-    #: Maps one tensor in the files to the weights that replace it, which are given by name.
+    #: Name of a tensor in the files -> the weights that replace it, by their presented names.
     weights: dict[str, dict[str, StoredWeight]] = field(default_factory=dict)
     #: Names of the other tensors of these weights, and of unused tensors. They are not presented.
     others: set[str] = field(default_factory=set)

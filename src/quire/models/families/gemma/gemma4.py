@@ -6,8 +6,8 @@ Source: the model cards of Gemma 4. Its differences from Gemma 3:
   may have another number of KV heads; with `attention_k_eq_v`, they use the keys (before norm and
   rotation) as values;
 - heads of v are normalised without weights; scores are not scaled; norms multiply by their weight;
-- the last layers may store no keys and values, but read those of the last earlier layer of the same
-  kind that stores them, and may have MLPs of twice the size;
+- the last layers may store no keys and values. They read what the last earlier layer of their kind
+  has stored, and may have MLPs of twice the size;
 - each layer may have its own embedding of the token, gated by a projection of the residual stream;
 - each layer multiplies the residual stream by its own factor;
 - in some models, the tokens of an image attend to each other in both directions in layers with a
@@ -78,7 +78,7 @@ class Gemma4Config(DecoderConfig):
     per_layer_size: int
     #: Whether the MLPs of layers that store no keys have twice the intermediate size.
     is_double_wide: bool
-    #: The token whose own embedding of each layer the positions of contents have.
+    #: The token whose per-layer embeddings are used at positions of contents, such as images.
     pad_token_id: int
 
     @classmethod

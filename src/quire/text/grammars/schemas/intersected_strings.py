@@ -19,8 +19,8 @@ from quire.text.grammars.intersections.set_counts import (
 from quire.text.grammars.schemas.refusals import refusal
 
 _OF_FORMAT: Counts = (4,) * NUM_CHARACTERS
-"""For each character, an upper bound of the number of sets in llguidance's expression for a
-format."""
+"""For each character, an upper bound: llguidance's expression for a format has at most this number
+of sets with the character."""
 
 _DEFINITIONS = "#/$defs/"
 
@@ -30,7 +30,7 @@ class Intersected(NamedTuple):
     alternatives, each number is the maximum over the alternatives."""
 
     num_members: int = 0
-    #: For each character, a product over the members; see `check_intersection`.
+    #: For each character, the product over all members of the number of sets that contain it.
     meeting: Counts = ONE_OF_ALL
 
     def both(self, other: "Intersected") -> "Intersected":

@@ -183,7 +183,7 @@ class PlainReader:
         return has_calls
 
     def _skip_cut_mark(self) -> Reader[None]:
-        """If the text ends after a call with an incomplete mark of another call, drop that mark."""
+        """Called after a call: drop an incomplete mark of another call at the end of the text."""
         source = self._source
         marks = {
             mark.strip()
