@@ -255,8 +255,8 @@ class EngineDeadError(QuireError):
     http_status = 503
     code = "engine_dead"
     retry_after_s = 5.0
-    #: The exit code, or minus the signal's number, of the rank's process whose end ended the
-    #: engine. None if the engine did not end because of another rank.
+    #: If the end of a rank's process ended the engine: its exit code, or minus the signal's number.
+    #: None if the engine ended for another reason.
     rank_status: int | None = None
 
 

@@ -167,7 +167,7 @@ def host_blocks(options: EngineOptions, layout: KVCacheLayout, num_blocks: int) 
 
 
 def _parts_of(whole: TextModel, has_experts_only: bool) -> list[nn.Module]:
-    """The layers of which the CPU may compute the last ones, or the experts of each."""
+    """The parts that the CPU may compute, from the last one on: layers, or each layer's experts."""
     if has_experts_only:
         return [module for module in whole.modules() if isinstance(module, Experts)]
     return [*whole.model.layers] if isinstance(whole, HeadlessDecoder) else []

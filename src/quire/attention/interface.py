@@ -50,8 +50,8 @@ class AttentionSpec:
     has_sinks: bool = False
     #: If False, each query sees all tokens of its sequence, as in encoders.
     causal: bool = True
-    #: Whether a query of a causal layer sees the keys before its `AttentionBatch.visible_ends`, so
-    #: that those of a content see all of the content.
+    #: Whether a query of a causal layer sees all keys before its `AttentionBatch.visible_ends`, so
+    #: that each query of an image sees the whole image.
     sees_ahead: bool = False
     #: None if V is stored beside K. Otherwise the layer is latent: its one KV head stores head_dim
     #: elements per token. These are the key, and the first value_dim of them are the value.
@@ -145,7 +145,7 @@ class AttentionBatch:
     num_decodes: int
     #: One entry per KV group.
     groups: tuple[GroupBatch, ...]
-    #: [T] int32, ascending within a sequence: the position behind the last key that each query sees
+    #: [T] int32, ascending within a sequence: the position after the last key that each query sees
     #: in layers that see ahead. None if each sees the keys up to its own token, as in other layers.
     #: Only backends with `serves_sight_ahead` get it.
     visible_ends: torch.Tensor | None = None

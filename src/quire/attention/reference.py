@@ -18,7 +18,7 @@ def visible_keys(
 
     In a window of w, a query sees keys at a distance below w: before it, and if the layer is not
     causal, also after it. ends [num_queries]: see `AttentionBatch.visible_ends`. Up to there, the
-    window does not hide keys behind the query.
+    window does not hide keys after the query.
     """
     queries = torch.arange(num_keys - num_queries, num_keys)[:, None]
     keys = torch.arange(num_keys)[None, :]

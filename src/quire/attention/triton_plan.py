@@ -341,7 +341,7 @@ def host_work(
     # Then split the keys of long tiles, until the buffer of parts is full.
     chunk = _chunk_tokens(rule, end - low)
     count = -(-end // chunk) - low // chunk
-    # A content behind a window may have more chunks than the tokens of other tiles.
+    # A tile that sees a whole content may have more chunks than other tiles with a window.
     may_split = (num_tiles[sequence] == 1) & (count > 1) & (count <= rule.parts_per_token)
     if not rule.chunk_tokens:
         may_split &= end - low > chunk

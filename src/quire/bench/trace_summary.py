@@ -38,8 +38,8 @@ class StepTimes:
 
 
 def summarize_trace(path: str | Path) -> dict[str, StepTimes]:
-    """Times of all steps, of the steps with the most rows, and of the pure decode steps among the
-    latter.
+    """Times of three kinds: all steps, the steps with the most rows, and the decode steps among
+    these.
 
     Kinds without any step in the file are left out.
     """

@@ -41,7 +41,7 @@ class ScalingConfig:
     least: int
     #: The greatest number of engines.
     most: int
-    #: Longest acceptable wait, in seconds, of a new prompt for earlier prompts.
+    #: Longest acceptable time, in seconds, that a new prompt waits for earlier prompts.
     wait_s: float
     #: An engine is added after the shortest wait was above wait_s, or the rows of all engines were
     #: full, for this many seconds.

@@ -1,7 +1,7 @@
 """Plain data that names LoRA adapters: references, digests and bounds; no weights.
 
 An adapter is identified by the digest of its content. Two names with equal content share one copy
-in memory and their entries in the prefix cache. If the content behind a name is replaced, the name
+in memory and their entries in the prefix cache. If the weights behind a name are replaced, the name
 stands for a new adapter.
 """
 

@@ -103,7 +103,7 @@ def check_content_spans(
 ) -> None:
     """Raise InvalidRequestError for spans that the model can't compute.
 
-    Spans ascend and don't overlap. A token follows the last span, because a step samples behind a
+    Spans ascend and don't overlap. A token follows the last span, because a step samples after a
     token. in_one_step: whether the request's whole prompt must be computed in one step; then all
     contents would need slots at once.
     """

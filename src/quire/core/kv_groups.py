@@ -26,7 +26,7 @@ class KVGroup:
     window: int | None = None
     #: Number of blocks that one state takes, for KVKind.STATE; else 0.
     num_state_blocks: int = 0
-    #: Bytes of one block (for states, of all blocks of a state) that no layer of the group uses.
+    #: Bytes that no layer of the group uses, in one block or in all blocks of a state.
     unused_bytes: int = 0
 
     @property

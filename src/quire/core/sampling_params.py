@@ -352,7 +352,7 @@ class DecodingParams:
     length_penalty: float = 1.0
     #: The grammar that the tokens obey, as `text.grammars` writes it; None allows any tokens.
     grammar: str | None = None
-    #: If not None, the result is a vector, or scores, of the prompt, and no token is generated.
+    #: If not None, the result is a vector or scores for the prompt, and no token is generated.
     #: max_tokens is then 1, and the other fields are ignored.
     pooling: PoolingParams | None = None
 

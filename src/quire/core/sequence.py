@@ -409,7 +409,7 @@ class Sequence:
 
     @property
     def next_cut(self) -> int:
-        """The first position, behind its next token, at which a step may end."""
+        """The first position after its next token at which a step may end."""
         return first_cut(self.content_spans, self.num_computed_tokens + 1)
 
     @property
@@ -467,7 +467,7 @@ def find_plain_end(sequence: Sequence) -> int:
     """`plain_end` of a running sequence that decodes, and computes no accepted drafts again.
 
     Up to there, each token has a slot in a block of the sequence's own and is sampled without a
-    mask. The token behind it is only appended, unless it is an end token.
+    mask. The token after it is only appended, unless it is an end token.
     """
     if not sequence.has_plain_outputs or sequence.constraint is not None or sequence.shares_tail:
         return 0

@@ -19,17 +19,17 @@ ids of decoding rows are never sent.
     a row samples                if and only if that reaches num_tokens: the gap is closed
 
 A chunk may also verify *drafts*: tokens that a proposer guessed to follow the row's tokens. The
-drafts are computed behind the row's own tokens, and the row samples at each of the chunk's last
-1 + num_drafts positions. The token sampled at a position depends only on that position's logits and
-the tokens before it, so a draft is right exactly if it equals the token sampled at the position
-before it (*accepted*). Sampling ends with the first token that differs from its draft, or with the
-token after the last draft:
+drafts are computed after the row's own tokens, and the row samples at each of the chunk's last 1 +
+num_drafts positions. The token sampled at a position depends only on that position's logits and the
+tokens before it, so a draft is right exactly if it equals the token sampled at the position before
+it (*accepted*). Sampling ends with the first token that differs from its draft, or with the token
+after the last draft:
 
     tokens of the row   t0 .. t(n-1)                  drafts d1 d2 d3
     sampled             s1 = d1, s2 != d2             so the result is (s1, s2); d2, d3 are rejected
     after the step      t0 .. t(n-1) s1 s2            computed: all but the last, s2
 
-K and V of rejected drafts stay in the row's slots, behind its computed tokens. No query reads them,
+K and V of rejected drafts stay in the row's slots, after its computed tokens. No query reads them,
 and later steps overwrite them. The runner knows the row's new length when it has sampled, the
 scheduler only from the result; so a row with drafts pauses until its result was fetched.
 
@@ -40,7 +40,7 @@ plan:
 
     plan = schedule(now_s)    draft(plan) -> Drafts    add(plan, drafts)    execute, sample
 
-A recurrent state can't be cut behind the accepted drafts. So in a model with states, a step stores
+A recurrent state can't be cut back to the accepted drafts. So in a model with states, a step stores
 the state before its drafts, and none of them counts as computed. A later step computes the accepted
 ones again, with the same bits, as part of the row's gap:
 
@@ -163,7 +163,7 @@ class Chunk(NamedTuple):
 
 
 class DraftOrder(NamedTuple):
-    """Asks the runner's drafter for drafts behind `row`, all of whose tokens are known.
+    """Asks the runner's drafter for drafts of `row`, all of whose tokens are known.
 
     The row has slots for its next token and the drafts.
     """
@@ -171,7 +171,7 @@ class DraftOrder(NamedTuple):
     row: int
     num_drafts: int
     #: Maximum number of the row's tokens whose missing K and V the drafter computes first. If more
-    #: are missing, the drafter computes those of this number of tokens and makes no drafts.
+    #: are missing, the drafter computes only this number and makes no drafts.
     most_tokens: int
     #: Says from the drafts' probabilities where the drafter stops before num_drafts.
     stop: DraftStop = DraftStop()

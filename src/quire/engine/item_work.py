@@ -23,7 +23,7 @@ class ReadItems(ItemSource, Protocol):
 
 
 class ItemWork:
-    """The items of one kind, of one engine.
+    """The items of one kind (adapters or contents) in one engine.
 
     Invariant: a sequence that ended because its item could not be read has its output in `_ended`,
     until that is taken.

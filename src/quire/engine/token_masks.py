@@ -85,7 +85,7 @@ class GrammarConstraint:
         self._early: Future[bytes | None] | None = None
         self._is_slow = False
         self._clock = clock
-        # Number of tokens after which no mask could be computed behind drafts, and the error.
+        # Number of tokens after which no mask for drafts could be computed, and the error.
         self._failure: tuple[int, str] | None = None
 
     @property
@@ -162,7 +162,7 @@ class GrammarConstraint:
     def masks(self, draft_token_ids: Tokens[int]) -> tuple[bytes, ...] | None:
         """`mask`, and the tokens that may follow each of the drafts, which the grammar allows.
 
-        If the grammar can't be followed behind a draft, all tokens are allowed from there on, and
+        If the grammar can't be followed after a draft, all tokens are allowed from there on, and
         the sequence ends with an error if it gets there.
         """
         first = self.mask()

@@ -131,7 +131,7 @@ class ModelConfig(ABC):
         return None if num_ranks == 1 else "this architecture is computed by one rank only"
 
     def share_of(self, rank: int, num_ranks: int) -> Self:
-        """The config of one rank's shard of the model: some of the heads, of the MLPs and of the
+        """The config of one rank's shard of the model: some heads, and parts of the MLPs and the
         vocabulary.
 
         `why_not_split` must allow `num_ranks`.

@@ -132,7 +132,7 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
             )
     names = set(overrides)
     if names & set(ROPE_FORMS):
-        names |= set(ROPE_FORMS)  # the forms of transformers 4 and 5, of which one is read
+        names |= set(ROPE_FORMS)  # the forms of transformers 4 and 5; one of them is read
     return {**{name: raw[name] for name in raw if name not in names}, **overrides}
 
 

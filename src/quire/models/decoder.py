@@ -40,7 +40,7 @@ def make_norm(config: DecoderConfig, **storage: Unpack[Storage]) -> RMSNorm:
 
 
 def make_stream_norm(config: DecoderConfig, **storage: Unpack[Storage]) -> RMSNorm | LayerNorm:
-    """Build a norm of the residual stream, of the kind that the config names."""
+    """Build a norm of the residual stream. The config names its kind."""
     if config.norm == "rms":
         return make_norm(config, **storage)
     has_weights = config.norm == "layer"

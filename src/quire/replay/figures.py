@@ -48,8 +48,8 @@ class ReplayFigures:
 
     @property
     def hit_rate(self) -> float | None:
-        """The share, from 0 to 1, of the prompt tokens of answered requests that came from the
-        prefix cache; None if it is not known."""
+        """The share, from 0 to 1, of answered requests' prompt tokens that came from the prefix
+        cache; None if it is not known."""
         answered = [each for each in self.replies if each.first_s is not None]
         num_tokens = sum(each.num_prompt_tokens for each in answered)
         if not num_tokens:

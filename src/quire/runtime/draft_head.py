@@ -2,7 +2,7 @@
 
 A head computes a token together with the state before it, which comes from the model's hidden
 states (`models.heads.draft_head`). A step of the model computes these once, so they are kept until
-the head has computed the tokens behind them. It does so when a block is full, so that whole blocks
+the head has computed the tokens after them. It does so when a block is full, so that whole blocks
 always have the head's K and V and can be shared, and when drafts are ordered:
 
     tokens of the row     t0 ... t(r-1) | tr ... t(n-1)     the head has reached token r
@@ -11,7 +11,7 @@ always have the head's K and V and can be shared, and when drafts are ordered:
     run 2                 computes d1 with s1               state s2, draft d2
     ...
 
-K and V of drafts are written behind the row's tokens. Those of a right draft were computed with a
+K and V of drafts are written after the row's tokens. Those of a right draft were computed with a
 state of the head, so the head computes its token again, with the state of the model.
 
 After the reuse of a prefix the state before the row's first own token is unknown. Zeros stand for

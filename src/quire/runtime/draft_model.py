@@ -2,7 +2,7 @@
 
 It computes a row's tokens only when drafts are ordered for the row. Its first run then catches up
 on all tokens for which it has no K and V, and gives the first draft; each further run computes the
-draft before, of all rows together. The last draft of a row is not computed, since nothing follows
+previous draft of all rows together. The last draft of a row is not computed, since nothing follows
 it; if it is accepted, the next first run computes it.
 
     tokens of the row     t0 t1 ... t(n-1)          reached: r

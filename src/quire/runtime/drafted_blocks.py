@@ -35,7 +35,7 @@ class DraftedBlocks:
 
     def change(self, plan: StepPlan) -> None:
         """Count nothing in the blocks that the plan assigns. A copy counts as much as its source,
-        up to the computed tokens of the row that gets it: the source may have others behind."""
+        up to the computed tokens of the row that gets it: the source may have others after them."""
         counts, size = self._counts, self._block_size
         num_token_groups = self._tables.num_token_groups
         limits: list[tuple[int, int]] = []  # (block, the most tokens that may count)

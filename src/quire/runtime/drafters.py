@@ -95,7 +95,7 @@ class Drafter(ABC):
     def draft(self, orders: Sequence[DraftOrder]) -> Mapping[int, Drafted]:
         """Carry out the orders, by row. All tokens of these rows are known.
 
-        K and V of drafts go to the slots behind the rows' tokens.
+        K and V of drafts go to the slots after the rows' tokens.
         """
 
     @abstractmethod
@@ -116,9 +116,9 @@ class Drafter(ABC):
         return self._forward(step)
 
     def measure(self) -> DrafterCosts:
-        """Measure runs, before any row is live: the fastest of a few, of one row and of several.
+        """Measure runs of one row and of several, each as the fastest of a few.
 
-        They overwrite the first block of the KV cache, which holds nothing yet.
+        They overwrite the first block of the KV cache, so no row may be live yet.
         """
         rows = min(MEASURED_ROWS, len(self._rows.num_tokens))
         one_s, rows_s = self._time_singles(1), self._time_singles(rows)

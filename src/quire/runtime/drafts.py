@@ -48,7 +48,7 @@ class StepDrafts:
     def places(self, num_tokens: Int32, length: int) -> Int64:
         """[D]: the index of each draft in the flattened token ids of all rows.
 
-        A row has `length` places, of which its tokens take num_tokens[row].
+        A row has `length` places; the first num_tokens[row] of them are its tokens.
         """
         return self.rows * length + num_tokens[self.rows] + self.ahead
 

@@ -44,12 +44,12 @@ from quire.sampling.host.sampler import (
     StepSampler,
 )
 
-# Stands for the token behind a draft that is not sampled yet.
+# Stands for the token after a draft that is not sampled yet.
 NOT_SAMPLED = -2
 
 # Prompt log-probabilities need logits of the whole vocabulary, so they are computed for at most
 # this number of positions at once. If a step samples at more positions, drafts included, the logits
-# behind drafts are computed round by round.
+# after drafts are computed round by round.
 PROMPT_LOGPROB_ROWS = 128
 
 
@@ -60,8 +60,8 @@ class StepRows(Protocol):
     max_num_tokens: int
     #: The number of prompt tokens of each row.
     num_prompt_tokens: Int32
-    #: The number of computed tokens of each row. `build` counts no drafts: the runner does so as
-    #: they are accepted, unless the model has recurrent states.
+    #: The number of computed tokens of each row. `build` counts no drafts: the runner counts
+    #: accepted drafts, unless the model has recurrent states.
     num_computed: Int64
 
     def change(self, plan: StepPlan) -> None:
@@ -368,8 +368,8 @@ class ModelRunner:
             self._rows.reset()
 
     def _logits(self, step: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits [R, V] of the sample rows. Behind them those of all drafts [D, V], unless
-        these are too many to be computed at once.
+        """The logits [R, V] of the sample rows. The logits [D, V] of all drafts follow, unless they
+        are too many to be computed at once.
 
         A fork that joins in this step computes no token: it gets a copy of the logits of the row
         that it was forked from. The copy is needed because the sampler edits logits in place.
@@ -418,7 +418,7 @@ class ModelRunner:
                 break
             rows, lines = drafts.rows[held], first + held
             first += len(drafts.rows)
-            # Then sample behind these drafts, if that was not done before the rounds.
+            # Then sample after these drafts, if that was not done before the rounds.
             last = SampledTokens(known[lines])
             unknown = np.flatnonzero(last.token_ids == NOT_SAMPLED)
             if len(unknown):
@@ -444,8 +444,8 @@ class ModelRunner:
     def _sample_ahead(
         self, drafts: StepDrafts, logits: torch.Tensor, rows: Int64, last: SampledTokens
     ) -> Int64:
-        """The tokens [D] behind the drafts that can be sampled without the tokens before them:
-        those of rows that are `is_plain`, if their first draft is right. NOT_SAMPLED for others.
+        """The tokens [D] after the drafts, if they can be sampled without the tokens before them:
+        in rows that are `is_plain` and whose first draft is right. NOT_SAMPLED for other drafts.
 
         `logits` [D, V] are those of all drafts. If they are empty, all tokens are NOT_SAMPLED.
         """

@@ -28,8 +28,8 @@ class TokenPairs:
     stand_ins: Int32
 
     def at_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits [R, V] at the model's ids, of the drafter's logits [R, D]. They are -inf for
-        ids without a pair, which are not drafted."""
+        """The drafter's logits [R, D] at the model's ids: [R, V]. They are -inf for ids without a
+        pair, which are not drafted."""
         found = torch.full((len(logits), len(self.stand_ins)), -torch.inf)
         found[:, torch.from_numpy(self.target_ids)] = logits[:, torch.from_numpy(self.own_ids)]
         return found

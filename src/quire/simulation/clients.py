@@ -205,7 +205,7 @@ class Clients:
         is_faulty = last_token_id in (config.poison_token_id, config.nan_token_id)
         adapter = client.request.adapter
         is_broken = adapter is not None and adapter.digest.startswith(BROKEN)
-        # With windows alone, a cached prefix may end behind a broken content, which is not read.
+        # With windows alone, a cached prefix may end after a broken content, which is not read.
         digests = [span.digest for span in client.request.content_spans]
         may_lack = any(digest.startswith(BROKEN_CONTENT) for digest in digests)
         expected = client.expected

@@ -29,7 +29,7 @@ class PlannedWork(NamedTuple):
 
     #: The numbers of rows and tokens that the step computes.
     load: StepLoad
-    #: The length after the step, in tokens, of the longest row that the step computes.
+    #: The length of the longest row that the step computes, in tokens after the step.
     longest: int
     #: Numbers of the rows that get a token.
     sampled: tuple[int, ...]
@@ -53,7 +53,7 @@ class PlannedWork(NamedTuple):
     coldness: float = 0.0
     #: Tokens whose K and V the decoding rows read from memory; shared blocks count once.
     num_read: int = 0
-    #: The sum of the lengths after the step, in tokens, of the rows that the step computes.
+    #: The sum of the lengths of the rows that the step computes, in tokens after the step.
     num_context: int = 0
     #: New blocks in the tables of rows that were live before the step.
     num_appended_blocks: int = 0

@@ -114,7 +114,7 @@ class SimulationConfig:
     end_rate: float = 0.02
     #: The share of requests that pool instead of generating tokens.
     pooling_rate: float = 0.0
-    #: The share of requests for log-probabilities of the output, and, independently, of the prompt.
+    #: The shares of requests for log-probabilities of the output and, independently, of the prompt.
     logprobs_rate: float = 0.1
     #: The share of requests, except beam searches, whose tokens must match a grammar.
     grammar_rate: float = 0.0

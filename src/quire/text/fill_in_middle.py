@@ -118,8 +118,8 @@ class FillInMiddle:
         return self._tokenizer.encode(text, add_special_tokens=False) if text else []
 
     def _encode_text(self, suffix: str) -> list[int]:
-        """The tokens of a text that is cut behind the first character of each special token, so
-        that the tokenizer finds none."""
+        """The tokens of a text that is cut after the first character of each special token, so that
+        the tokenizer finds no special tokens."""
         ends = [found.end() for found in self._cut.finditer(suffix)]
         pieces = [suffix[begin:end] for begin, end in pairwise([0, *ends, len(suffix)])]
         return [i for piece in pieces for i in self._tokenizer.encode_continuation(piece)]

@@ -62,7 +62,7 @@ def metered(template: nodes.Template) -> MeteringPlan:
         scope.body.insert(0, tick)
         if isinstance(scope, nodes.For) and scope.test is not None:
             scope.test = plan.operation("ticked", scope.test)
-    # Second, mark the sums of which only the result is counted.
+    # Second, mark the sums whose result alone is counted.
     for output in template.find_all(nodes.Output):
         for expression in output.nodes:
             _mark_sum(expression, plan.plain_sums)
@@ -75,8 +75,8 @@ def metered(template: nodes.Template) -> MeteringPlan:
 
 
 def _mark_sum(expression: nodes.Node, plain_sums: set[int]) -> bool:
-    """If the expression is a sum of texts of which only the result needs to be counted, mark it and
-    return True."""
+    """If the expression is a sum of texts, and counting its result is enough, mark it and return
+    True."""
     sums: list[nodes.Node] = []
     summands: list[nodes.Node] = []
     waiting: list[nodes.Node] = [expression]

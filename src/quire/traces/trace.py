@@ -128,8 +128,8 @@ class Trace:
     #: request whose answer filled no block. This is the share of them, from 0 to 1, that continue
     #: that request.
     continued_share: float = 0.0
-    #: The measured share, from 0 to 1, of all prompt tokens that came from a prefix cache; None if
-    #: it is not known.
+    #: The measured share of prompt tokens, from 0 to 1, that came from a prefix cache; None if it
+    #: is not known.
     hit_rate: float | None = None
 
     def __post_init__(self) -> None:

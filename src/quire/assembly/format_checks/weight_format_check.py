@@ -304,7 +304,7 @@ def check_weights(
     try:
         weights = LinearWeights(setup.folder, setup.config, model)
         found = measure_weights(model, weights, setup.dtype, max_model_len)
-    except TimeoutError as error:  # before OSError, of which it is a subclass
+    except TimeoutError as error:  # before OSError, since it is a subclass
         logger.info("what %s costs this model is not measured, as %s", rounding.name, error)
         return
     except (CheckpointError, OSError) as error:

@@ -39,7 +39,7 @@ class AnswerWriter:
         self._out = out or sys.stdout
         self._is_terminal = self._out.isatty()
         self._has_styles = self._is_terminal and not is_plain
-        # The last column stays empty: a cursor behind it goes back differently on each terminal.
+        # The last column stays empty: a cursor after it goes back differently on each terminal.
         self._width = (width or shutil.get_terminal_size().columns) - 1
         self._is_reasoning = False
         self._markdown = MarkdownReader()

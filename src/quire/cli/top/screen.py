@@ -227,7 +227,7 @@ _COLUMNS = (
     *(("state", 10), ("output", 8), ("prompt", 8), ("cached", 8), ("blocks", 7)),
     *(("age", 8), ("first", 8), ("tenant", 12)),
 )
-"""The table's columns: titles and widths. The identifier of the request is behind them."""
+"""The table's columns: titles and widths. The identifier of the request follows them."""
 
 
 def _requests(engine: WatchedEngine, choices: Choices, width: int, room: int) -> list[Text]:
@@ -289,8 +289,8 @@ def _heading(title: str, width: int) -> Text:
 
 
 def _padded(lines: Sequence[Text], page: Page) -> list[Text]:
-    """The lines with empty ones behind them, and the keys in the last line. A server's names can't
-    send commands to the terminal."""
+    """The lines, then empty lines, and the keys in the last line. A server's names can't send
+    commands to the terminal."""
     for line in lines:
         if not line.plain.isprintable():
             line.plain = "".join(each if each.isprintable() else "?" for each in line.plain)

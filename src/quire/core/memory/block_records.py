@@ -65,7 +65,7 @@ def block_records(
     full_if_content = has_content.translate(bytes([0, FULL] + [0] * 254))
     num_holders = _saturated(pool.ref_count)
     fills = _partial_fills(memory)
-    # Then the owners, of which the first is named, and the fill that they give.
+    # Then the owners, the first of which is named, and the number of tokens that they filled in.
     owners: dict[int, int] = {}
     group_of: dict[int, int] = {}
     for sequence in reversed(live):

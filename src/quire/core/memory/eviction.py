@@ -249,7 +249,7 @@ class LruOrder:
         self.revive = self.drop = self._queues.unlink
 
     def add(self, blocks: Sequence[int]) -> None:
-        """Append the blocks behind all others."""
+        """Append the blocks at the end of the queue."""
         for block in blocks:
             self._queues.append(self._queue, block)
 

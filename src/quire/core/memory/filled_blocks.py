@@ -52,7 +52,7 @@ class FilledBlocks:
         self._insert_filled(filled)
 
     def _filled_block(self, sequence: Sequence) -> _FilledBlock | None:
-        """The one block that the sequence has filled, if it has a new content behind another full
+        """The one block that the sequence has filled, if it has a new content after another full
         block, and publishing it changes nothing else. None if `PrefixIndex` must publish it."""
         size, chain, spans = self._cache.block_size, sequence.chain, sequence.content_spans
         place = sequence.num_confirmed_tokens // size - 1

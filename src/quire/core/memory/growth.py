@@ -18,8 +18,8 @@ from quire.core.sequence import Sequence
 from quire.core.step import HOLE_BLOCK
 
 Finder = Callable[[int], bool]
-"""(number of blocks) -> whether the group's last block, or its state, of a prefix of this length is
-cached."""
+"""(number of blocks) -> whether a prefix of this length has its last block, or its state, cached in
+the group."""
 
 STEPS_IN_FLIGHT = 2
 
@@ -172,7 +172,7 @@ class Growth:
     def __init__(self, groups: Entries[KVGroup], block_size: int) -> None:
         self.block_size = block_size
         self.rules = tuple(rule_of(at, group, block_size) for at, group in enumerate(groups))
-        #: Rules of groups with a slot for each token, that is, of all groups but states.
+        #: Rules of groups with a slot for each token: all groups except those of states.
         self.growing = tuple(rule for rule in self.rules if rule.has_slots)
         #: Rules that free blocks behind the window.
         self.windows = tuple(rule for rule in self.rules if isinstance(rule, WindowRule))

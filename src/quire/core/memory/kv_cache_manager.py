@@ -498,7 +498,7 @@ class KVCacheManager:
 
 
 def _last_cut(sequence: Sequence, num_blocks: int, block_size: int) -> int:
-    """Number of leading blocks, at most num_blocks, behind which the sequence may continue: their
+    """Number of leading blocks, at most num_blocks, after which the sequence may continue: their
     end splits no content that is computed in one step."""
     end = num_blocks * block_size
     while end < sequence.num_computed_tokens and last_cut(sequence.content_spans, end) < end:

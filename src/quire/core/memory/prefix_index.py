@@ -127,7 +127,7 @@ class PrefixIndex:
                 is_longer = more > (found.num_tokens, found.num_known_tokens)
                 if is_longer or cached.leader is not None:
                     found = cached
-            # The sequence that computes the block behind a longer prefix is worth waiting for.
+            # The sequence that computes the block after a longer prefix is worth waiting for.
             leader = leader or found.leader
             most = last_cut(sequence.content_spans, found.num_tokens)
             if most == found.num_tokens:

@@ -25,7 +25,7 @@ class PrefixNode(NamedTuple):
     num_tokens: int
     #: Prompt tokens that its own blocks have saved: their tokens times their uses.
     num_saved_tokens: int
-    #: Prompt tokens that the blocks of this run and of all runs behind it have saved.
+    #: Prompt tokens that the blocks of this run and of all runs after it have saved.
     num_saved_below: int
 
 
@@ -54,7 +54,7 @@ class _Tree:
         self.below = self._sums()
 
     def _sums(self) -> dict[bytes, int]:
-        """Saved tokens by digest, of the block and all blocks behind it."""
+        """Digest -> tokens saved by the block and all blocks after it."""
         order, pending = [], list(self.roots)
         while pending:
             digest = pending.pop()

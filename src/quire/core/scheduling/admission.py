@@ -193,7 +193,7 @@ class Admission:
         """Release blocks that were loaded for sequences further back in the queue, so that a
         passed-over sequence fits: the first for which these blocks suffice.
 
-        `drawn` are the sequences that this step has considered. All others are behind the
+        `drawn` are the sequences that this step has considered. All others come after the
         passed-over ones and can't be admitted now. Without the release, their loaded blocks would
         stay held until running sequences end, and could block the whole queue.
         """

@@ -80,7 +80,7 @@ class StepLoad(NamedTuple):
         )
 
     def with_drafts(self, num_computed_tokens: int, num_drafts: int) -> "StepLoad":
-        """Return this load with drafts behind the token of a row that it has already."""
+        """Return this load with drafts for a row whose token it has already."""
         pairs = num_drafts * (num_computed_tokens + 1) + num_drafts * (num_drafts + 1) // 2
         return StepLoad(  # `_replace` would take twice as long
             self.num_decodes + num_drafts,
@@ -266,7 +266,7 @@ _NUM_FREE_SEGMENTS = 3
 
 
 def typical_model(load: StepLoad, seconds: float) -> StepCostModel:
-    """A model for an unknown machine, of which one step of this load took `seconds`."""
+    """A model for an unknown machine, on which one step of this load took `seconds`."""
     coefficients = [0.0] * _NUM_PARTS
     coefficients[_FIXED] = _TYPICAL_FIXED
     for segment in range(NUM_SEGMENTS):

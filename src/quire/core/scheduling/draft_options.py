@@ -54,8 +54,8 @@ def with_drafter(
 def with_room(
     model: ModelDrafts, options: list[DraftOption], lengths: list[int], budget: StepBudget
 ) -> list[int]:
-    """The lengths, of which those of the drafter's drafts are the longest that the step's limit
-    allows: where it is sure of its drafts, the drafter goes on for longer than is expected."""
+    """The lengths, with the drafter's raised to the longest that the step's limit allows: a drafter
+    that is sure of its drafts continues for longer than expected."""
     chosen = [
         (length, len(option.proposal.survival))
         for option, length in zip(options, lengths, strict=True)
@@ -96,7 +96,7 @@ def cut(proposal: Proposal, count: int) -> Proposal:
 def num_useful(sequence: Sequence, drafts: tuple[int, ...]) -> int:
     """The number of leading drafts that do not end the sequence and that its grammar allows.
 
-    A token that ends the sequence is sampled behind the draft before it, and verifies no further.
+    A token that ends the sequence is sampled after the draft before it, and verifies no more.
     """
     ends = sequence.end_token_ids
     count = next((at for at, token_id in enumerate(drafts) if token_id in ends), len(drafts))

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class DraftTotals:
-    """Counts of drafts by their position behind a row's token.
+    """Counts of drafts by their position after a row's token.
 
     Invariant: both tuples have an entry for each position at which a draft was verified. A row of a
     step has a draft at position 0 if it has any.

@@ -1,6 +1,6 @@
 """Predicts how long a drafter takes.
 
-It runs once for each place behind the rows, one run after the other. The costs are measured at
+One run makes the next draft of all rows; the runs follow one another. The costs are measured at
 start-up. Then a factor follows the measured times. Reads no clock.
 """
 

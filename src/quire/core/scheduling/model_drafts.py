@@ -90,7 +90,7 @@ class ModelDrafts:
         return not self._num_left_out
 
     def expect(self, speculator: Speculator, sequence: Sequence, most: int) -> Proposal:
-        """A proposal without tokens: the chances of at most `most` drafts behind the sequence's
+        """A proposal without tokens: the chances of at most `most` drafts after the sequence's
         tokens."""
         most = min(most, self._max_len - len(sequence.token_ids))
         return speculator.expect(sequence, max(0, most))
@@ -103,7 +103,7 @@ class ModelDrafts:
         return max(1, len(sequence.token_ids) - reached)
 
     def catching(self, sequence: Sequence, expected: Proposal, most: int) -> Catching:
-        """The tokens that a row has to catch up on, of which at most `most` fit into this step."""
+        """The tokens that a row has to catch up on. At most `most` of them fit into this step."""
         num_left = max(LEAST_LEFT, sequence.num_output_tokens)
         num_left = min(num_left, sequence.max_num_tokens - len(sequence.token_ids))
         num_steps = num_left / (1 + sum(expected.survival))

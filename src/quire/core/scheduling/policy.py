@@ -276,7 +276,7 @@ class DeadlinePolicy(Policy):
     stays there: the time is better spent on a sequence that can still be on time.
 
     No sequence starves, since each has a deadline: by default `patience_s` after its arrival, and
-    for a late sequence twice that, so that it goes behind all shorter deadlines. After that time,
+    for a late sequence twice that, so that it comes after all shorter deadlines. After that time,
     the deadlines of new sequences are later, so none of them goes ahead.
     """
 

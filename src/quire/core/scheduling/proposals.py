@@ -77,7 +77,7 @@ class Speculator(Protocol):
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counts of one proposer's drafts, by their place behind the row's tokens."""
+    """Counts of one proposer's drafts, by their place after the row's tokens."""
 
     verified: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)

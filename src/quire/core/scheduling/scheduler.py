@@ -303,7 +303,7 @@ class Scheduler:
         if has_preempted:  # the first waiting sequence may need blocks that loads still hold
             self.admission.make_room_for_first()
         self.admission.admit_waiting(chunks, budget, self._next_step_id, now_s)
-        # Last, add drafts behind decoding rows, with what the others leave.
+        # Last, add drafts to decoding rows, within the tokens and time that are left.
         if self.drafting is not None and not self.drafting.is_resting:
             self.drafting.plan(chunks, budget)
         if not len(self.waiting):  # so there are no forks

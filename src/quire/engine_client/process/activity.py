@@ -85,7 +85,7 @@ class ActivityRecord:
         self._memory = mmap.mmap(-1 if fd is None else fd, NUM_BYTES)
         #: The encoded ids of the last step, for steps with the same requests; None stands for all.
         self._step_ids: bytes | None = None
-        #: The ids in the memory behind the head.
+        #: The ids in the memory after the head.
         self._written_ids = b""
         self._num_records = 0
         self._predicted_s = 0.0

@@ -46,7 +46,7 @@ class EngineEnds:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments of the process, behind its command."""
+        """The arguments of the process that follow its command."""
         descriptors = ("--fd", str(self._theirs.fileno()), "--activity-fd", str(self._activity_fd))
         return *descriptors, *StartText.arguments, *log.arguments()
 

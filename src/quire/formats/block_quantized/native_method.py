@@ -2,8 +2,8 @@
 
 `kernels.cpu.block_quantized` describes the layouts and packs weights. If the processor has fused
 multiply-adds, products are bit-identical to those defined by `linear_methods`. Called by
-`linear_methods`. Weights of fp8 are multiplied as `csrc/linear/linear_float8.h` says, and those of
-NVFP4 are widened to fp8 while they are loaded, without rounding.
+`linear_methods`. fp8 weights are multiplied as `csrc/linear/linear_float8.h` says. NVFP4 weights
+are widened to fp8 while they are loaded, without rounding.
 """
 
 import torch
@@ -30,7 +30,7 @@ from quire.kernels.cpu.library import NativeKernels
 
 _LARGEST_GROUP = 128
 _INPUTS_PER_WIDE = 128
-"""The number of inputs of which one is wide."""
+"""One input in this number of inputs is wide."""
 
 
 def native_block_quantized_method(

@@ -94,7 +94,7 @@ class _NotedFields(Mapping[str, Any]):
 def _make(
     config: _Fields, image_fields: _Fields, fields: _Fields, changes: _Fields
 ) -> ImageProcessor:
-    """The processor with these settings, of which `changes` replace those of images and videos.
+    """The processor with these settings. `changes` replace settings of images and of videos.
 
     Raises CheckpointError, also for a change that the processor doesn't read.
     """

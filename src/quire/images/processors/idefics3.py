@@ -122,7 +122,7 @@ class Idefics3Processor(ImageProcessor):
 
 
 def _tokens_of_tile(config: Mapping[str, Any], tile: int) -> int:
-    """Tokens of one tile: its patches, of which the connector joins scale_factor squared."""
+    """Tokens of one tile: the connector joins scale_factor squared of its patches into one."""
     vision = config.get("vision_config")
     given = Settings(vision if isinstance(vision, Mapping) else {})
     patch = given.whole("patch_size", 32)

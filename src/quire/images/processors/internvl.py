@@ -92,7 +92,7 @@ def _grids(least: int, most: int) -> list[tuple[int, int]]:
 
 
 def _tokens_of_tile(config: Mapping[str, Any], tile: int) -> int:
-    """Tokens of one tile: its patches, of which the connector joins squares.
+    """Tokens of one tile: the connector joins each square of its patches into one.
 
     Raises CheckpointError if the encoder takes no tiles of this size."""
     vision = config.get("vision_config")

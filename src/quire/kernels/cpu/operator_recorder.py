@@ -209,7 +209,7 @@ class OperatorRecorder(Recording, Operators):
         out = self._values.new(Memory("routing", 2 * spec.top_k, torch.float32))
         fields = {"experts": address_of(struct)}
         self._add(OpKind.ROUTE, operand, out, fields, (struct, bias))
-        # The placeholder of ids is float; the memory behind it holds the bits of the ids.
+        # The placeholder of ids is float; its memory holds the bits of the ids.
         return Routing(out.rows[:, : spec.top_k], out.rows[:, spec.top_k :])
 
 

@@ -75,10 +75,10 @@ class NativeSampling:
     def token_logprobs(self, logits: torch.Tensor, rows: Records) -> tuple[Float32s, Int64s]:
         """Log-probabilities and tokens, each [R, 1 + k], k the largest num_top of the rows.
 
-        Column 0 has the log-probability and the rank, from 1, of the row's token. The next num_top
+        Column 0 has the log-probability of the row's token, and its rank, from 1. The next num_top
         columns have the log-probabilities and ids of the best tokens, best first. Among equal
-        logits the lowest id is first.
-        If the largest logit is not finite, column 0 is NaN and the others are not set.
+        logits the lowest id is first. If the largest logit is not finite, column 0 is NaN and the
+        others are not set.
 
         `logits` are [L, V] fp32. `rows` [R] are of LOGPROB_ROW, with num_top at most V.
         """

@@ -4,12 +4,12 @@ Source: the model cards of Gemma 4, and transformers' class of the same name. It
 SigLIP:
 
 - a patch has a learned vector for its column and another for its row, and both also rotate q and k,
-  each a half of a head;
-- norms come before and behind attention and MLP, and multiply by their weight; heads of q, k and v
+  one half of a head each;
+- norms come before and after attention and MLP, and multiply by their weight; heads of q, k and v
   are normalised, and scores are not scaled;
 - the MLP is gated, and linears may clip what they read and what they return.
 
-The connector takes the mean of each square of patches, and projects it behind a norm.
+The connector takes the mean of each square of patches, norms it and projects it.
 
 Shapes: P patches of an image, T embeddings of an image, R rows of a piece, N heads, D head size. H
 is the hidden size of the tower, O that of the language model. S patches are a side of a square.

@@ -202,7 +202,7 @@ class _InternVLAttention(nn.Module):
 
 
 class _InternVLLayer(EncoderLayer):
-    """Attention and MLP, each behind a norm, scaled, and added to its input."""
+    """Attention and MLP, each with a norm before it, scaled, and added to its input."""
 
     def __init__(self, config: InternVLConfig, **storage: Unpack[Storage]) -> None:
         super().__init__(config.hidden_size, config.num_heads)

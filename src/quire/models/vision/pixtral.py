@@ -293,7 +293,7 @@ class PixtralTower(VisionTower):
         return self._with_breaks(embeds, rows // self._config.merge_size)
 
     def _with_breaks(self, embeds: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Put the embeddings of [IMG_BREAK] and [IMG_END] behind the rows of patches."""
+        """Append the embedding of [IMG_BREAK] to each row of patches, and [IMG_END] to the last."""
         assert self._marks is not None, "use_embedding comes before the first content"
         breaks = self._marks[[0] * (num_rows - 1) + [1]].to(embeds.dtype)
         rows = embeds.view(num_rows, -1, embeds.shape[1])
@@ -304,7 +304,7 @@ class PixtralTower(VisionTower):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [P, D] of rows and columns of patches.
 
-        Of the frequencies of a head, those of even index turn by the row, the others by the column.
+        The even frequencies of a head turn by the row, the odd ones by the column.
         """
         head_dim = self._config.hidden_size // self._config.num_heads
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim

@@ -170,7 +170,7 @@ def _read_sections(text: Mapping[str, Any], default: list[int]) -> tuple[int, in
 
 
 class _QwenBlock(EncoderLayer):
-    """Attention and MLP, each behind a norm and added to its input."""
+    """Attention and MLP, each with a norm before it and added to its input."""
 
     def __init__(self, config: Qwen3VLVisionConfig, **storage: Unpack[Storage]) -> None:
         super().__init__(config.hidden_size, config.num_heads)
@@ -298,7 +298,7 @@ class Qwen3VLTower(VisionTower):
         rows, columns = _places(grid, config.merge_size)
         points, weights = _learned_points(rows, columns, grid, config.positions_side)
         hidden = yield from in_pieces(visual.embed, values, points.to(device), weights.to(device))
-        # Then, run the blocks, and keep the features behind some of them.
+        # Then, run the blocks, and keep the features after some of them.
         cos, sin = (each.to(device) for each in self._angles(rows, columns))
         features: list[torch.Tensor] = []
 

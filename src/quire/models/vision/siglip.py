@@ -81,7 +81,7 @@ class SiglipConfig:
 
     @property
     def num_patches_per_side(self) -> int:
-        """Number of rows, and of columns, of the largest image's patches."""
+        """Number of rows of patches of the largest image, which has as many columns."""
         return self.image_size // self.patch_size
 
     def count_patches(self, shape: tuple[int, ...], grid: Grid) -> tuple[int, int]:
@@ -123,7 +123,7 @@ class SiglipEmbeddings(OperatorModule):
 
 
 class SiglipLayer(EncoderLayer):
-    """Attention and MLP, each behind a norm and added to its input."""
+    """Attention and MLP, each with a norm before it and added to its input."""
 
     def __init__(self, config: SiglipConfig, **storage: Unpack[Storage]) -> None:
         super().__init__(config.hidden_size, config.num_heads)

@@ -30,7 +30,7 @@ WIDE_PIECE_ROWS = 32
 """Rows of a piece of connectors, whose linears have about 4,096 inputs and as many outputs."""
 
 PIECE_SCORES = 1 << 20
-"""Products of a query and a key, of one head, in a piece of attention."""
+"""Products of a query and a key in a piece of attention, for one head."""
 
 PIECE_QUERIES = 64
 """Queries of a piece are a multiple of this number."""
@@ -136,7 +136,7 @@ class AttendingModule(OperatorModule):
 
 
 class EncoderLayer(AttendingModule, ABC):
-    """A layer of a tower: attention and an MLP, each behind a norm and added to its input."""
+    """Attention and an MLP of a tower, each with a norm before it and added to its input."""
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()

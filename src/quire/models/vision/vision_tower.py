@@ -35,7 +35,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig(ABC):
-    """The config of a tower and of the connector behind it."""
+    """The config of a tower and of the connector after it."""
 
     #: Number of elements of an embedding of the language model.
     output_size: int

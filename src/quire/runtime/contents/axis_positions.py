@@ -2,8 +2,8 @@
 
 Block tables, slots and random numbers are about a token's index in its sequence. Its rotation is
 about its rotary positions. The tokens of an image have the positions of its grid, and the text
-behind it continues after the largest of them. So rotary positions differ from the index from the
-first image on. Called by `batch.py`.
+after the image continues from the largest of them. So rotary positions differ from the index from
+the first image on. Called by `batch.py`.
 
 The positions are those that transformers computes for Qwen3-VL (arXiv:2511.21631).
 """
@@ -21,7 +21,7 @@ from quire.runtime.block_tables import Int64
 class AxisPositions:
     """The spans of all rows, and the rows of the rotary tables that a step's tokens have.
 
-    Invariant: `_shifts[row]` is the rotary position less the index of each token behind the row's
+    Invariant: `_shifts[row]` is the rotary position minus the index of each token after the row's
     last span; it is 0 without spans.
     """
 
@@ -62,7 +62,7 @@ class AxisPositions:
         """
         found = np.arange(first, first + count)
         spans = self._spans.get(row, ())
-        # First, shift all tokens behind each span.
+        # First, shift all tokens after each span.
         for span in spans:
             if span.end < first + count:
                 found[max(span.end - first, 0) :] += _shift_behind(span)
@@ -82,7 +82,7 @@ class AxisPositions:
 
 
 def _shift_behind(span: ContentSpan) -> int:
-    """The number by which positions behind a span increase, less its number of tokens."""
+    """The number by which positions after a span increase, minus its number of tokens."""
     assert span.grid is not None, "the spans of a model with three axes have grids"
     return max(span.grid[1:]) - span.num_tokens
 

@@ -46,8 +46,8 @@ class ContentSlots:
         self._loaded = dict(held for held in self._slots if held is not None)
 
     def input_embeds(self, pieces: Sequence[ContentPiece]) -> InputEmbeds:
-        """The embeddings that replace those of the tokens of `pieces`, of which there is at least
-        one. Their contents must have been loaded."""
+        """The embeddings that replace the tokens' embeddings in `pieces`, at least one. Their
+        contents must have been loaded."""
         places, rows = [], []
         for digest, first, num_tokens, place in pieces:
             assert digest in self._loaded, f"content {digest} is read, but was not loaded"

@@ -1,9 +1,9 @@
 """The open connections of a server: how many, from which addresses, and which are idle.
 
 Bounds the number of connections, since each takes a file descriptor, and the number per address. At
-a bound, idle connections are closed to make room: first the connections that have waited longest,
-of the address with the most idle connections. `listener` asks this module before it accepts a
-connection; `connection` reports the state of each connection.
+a bound, idle connections are closed to make room: first those of the address with the most idle
+connections, and of these the ones that have waited longest. `listener` asks this module before it
+accepts a connection; `connection` reports the state of each connection.
 """
 
 import ipaddress

@@ -1,8 +1,7 @@
 """The rows of a fake runner: fingerprints of their tokens, and bounds of their plans.
 
-`plan_rows` has the checks of plans against the rows. The checks here are those of the device's
-sizes, of the kinds of its KV groups, and of the adapters and contents in its slots. Only
-`fake_runner` uses it.
+`plan_rows` has the checks of plans against the rows. This module checks the sizes of the device,
+the kinds of its KV groups, and the adapters and contents in its slots. Only `fake_runner` uses it.
 """
 
 from collections import Counter

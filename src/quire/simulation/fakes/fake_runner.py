@@ -264,7 +264,7 @@ class FakeRunner:
             refuse(f"row {row} computes its prompt in several steps", row)
 
     def _write_drafts(self, step: RowStep) -> None:
-        """Write the fingerprints of drafts behind a row's tokens, which must have been known before
+        """Write the fingerprints of drafts after a row's tokens, which must have been known before
         this step."""
         row, refuse = step.row.number, self.history.refuse
         if step.row.num_unknown > 1:

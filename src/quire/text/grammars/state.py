@@ -74,7 +74,7 @@ class GrammarState:
 
         The grammar may allow other tokens with this text, too.
         """
-        # `compute_ff_bytes` advances the matcher, which computes no mask behind a token that the
+        # `compute_ff_bytes` advances the matcher, which computes no mask after a token that the
         # grammar names by its id. So a copy is asked; copying takes a microsecond.
         forced = self._matcher.deep_copy().compute_ff_bytes()
         if not forced or most < 1:

@@ -184,7 +184,7 @@ class StoreWriter:
             if self._must_clear:
                 self._must_clear = self._is_removed = False
                 self._try(self._prepare_store)
-                # Later orders are still in the queue behind the None of `clear`.
+                # Later orders are still in the queue, after the None of `clear`.
                 self.num_failed += len(orders)
                 self._end([MoveEnd(order.order_id, False) for order in orders])
             elif orders:

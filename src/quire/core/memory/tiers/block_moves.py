@@ -72,7 +72,7 @@ class BlockMoves:
 
     def launch(self, step_id: int, chunks: Mapping[Sequence, int]) -> None:
         """Record that a step with these chunks was launched. The sequences' counts already include
-        the chunks, but not the drafts that the step verifies behind them."""
+        the chunks, but not the drafts that the step verifies after them."""
         self._steps.pop(step_id - STEPS_IN_FLIGHT, None)  # it has ended, observed or not
         # A step of decodes is bound by reading weights, so it says nothing about prompts.
         if sum(chunks.values()) == len(chunks):

@@ -43,7 +43,7 @@ class TierMatch(NamedTuple):
 
 
 class TierPrefix(NamedTuple):
-    """A sequence's tokens and hashes, of which the longest available prefix is looked for."""
+    """A sequence's tokens and hashes. The tiers are searched for the longest prefix of them."""
 
     #: All tokens of the sequence.
     token_ids: Ids[int]

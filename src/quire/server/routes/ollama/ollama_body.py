@@ -301,7 +301,7 @@ def _labels(messages: Any) -> list[str]:
 
 
 def _with_images(content: Any, images: Any, where: str) -> list[dict[str, Any]]:
-    """Images in base64 and the text behind them, as parts of OpenAI's API."""
+    """Images in base64 and the text after them, as parts of OpenAI's API."""
     if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
         raise InvalidRequestError(
             f"{where} is {shown(images)}, but must be a list of images in base64",

@@ -175,8 +175,7 @@ def completion_logprobs_json(parts: Iterable[CompletionLogprobs]) -> Generator[b
 def prompt_logprobs_json(
     tokenizer: Tokenizer, entries: LogprobEntries, num_top: int
 ) -> Generator[bytes, None, None]:
-    """The JSON, in pieces, of a list with the logprobs of each prompt token; may pause at each
-    yield.
+    """A JSON list, in pieces, with the logprobs of each prompt token; may pause at each yield.
 
     Each entry has the likeliest tokens and the token itself by token id; the first entry is null. A
     `num_top` of -1 means the whole vocabulary.

@@ -23,10 +23,10 @@ _FEW_MEMBERS = 5
 MAX_MEETING_OF_FEW = 1_500
 MAX_MEETING_OF_SIX = 256
 MAX_MEETING_OF_MORE = 64
-"""For intersections of up to five, of six, and of more members: the maximum, over all characters,
-of the product of the members' numbers of sets that contain the character. A password rule with five
-look-aheads has a product of 72. In hostile grammars, five members took 0.05 s at 1,700, six 0.5 s
-at 729, seven 6 s at 128 (a Zen 5 core)."""
+"""Bounds for intersections of up to five, six, and more members. They bound, for each character,
+the product over all members of the number of sets that contain the character. A password rule with
+five look-aheads has a product of 72. In hostile grammars, five members took 0.05 s at 1,700, six
+0.5 s at 729, seven 6 s at 128 (a Zen 5 core)."""
 
 MAX_COMPLEMENTS = 64
 """Maximum number of complements in one intersection, since at each character all of them are

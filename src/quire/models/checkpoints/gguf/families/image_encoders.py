@@ -58,9 +58,9 @@ def _gemma3_rules(model: GGUFModel) -> TensorRules:
 
 
 def _gemma4_rules(model: GGUFModel) -> TensorRules:
-    """The rules for Gemma 4. Clipped linears have four bounds, of one number each. The checkpoint's
-    patches have each pixel's channels side by side, as those of LFM2-VL. Tensors of an encoder of
-    sound have no rule."""
+    """The rules for Gemma 4. Clipped linears have four bounds, each one number. The checkpoint's
+    patches have each pixel's channels side by side, as in LFM2-VL. Tensors of an encoder of sound
+    have no rule."""
     linears = {name: f"self_attn.{linear}" for name, linear in _QKV.items()}
     linears |= {"attn_out": "self_attn.o_proj"}
     linears |= {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}

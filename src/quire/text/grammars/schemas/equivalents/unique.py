@@ -39,7 +39,7 @@ def unique_arrays(schema: dict[str, Any], resolve: Resolve) -> list[list[Any]] |
 
 def as_schema(arrays: list[list[Any]], types: Any) -> dict[str, Any] | bool:
     """A schema of these arrays, and of all values of `types` other than arrays. If `types` is None,
-    of all types."""
+    all types count."""
     given = types if isinstance(types, list) else sorted(_OTHERS) if types is None else [types]
     others = [name for name in given if name != "array"]
     options: list[Any] = [{"type": others}] if others else []
