@@ -2,8 +2,8 @@
 
 It is used if there are no native kernels, and tests compare the other backends with it. It reads
 any KV format. A layer's page has the arrays of the format's keys, [B, Hkv, *shape] each, and then
-those of its values. A latent layer's page has those of keys alone. Torch's attention gets all D
-elements of them as values, and the first Dv elements of the result are used.
+its values' arrays. A latent layer's page has only keys. Torch's attention gets all D elements of
+the keys as values, and the first Dv elements of the result are used.
 
 A step is a list of calls, each of which gathers blocks and attends to them in fp32. The keys of
 decoding sequences are split into tiles, and a call has tiles of many sequences. Blocks that several

@@ -315,8 +315,8 @@ def _fetch(args: argparse.Namespace, name: str) -> None:
 
 
 def _of_model(args: argparse.Namespace, name: str | None) -> dict[str, Any]:
-    """The given engine options; for another model than the given one, without those of the given
-    one's files."""
+    """The given engine options. If `name` is another model, the options about the given model's
+    files are left out."""
     given = engine_options(args)
     return given if name is None else dict(given, model=name, revision=None, tokenizer=None)
 

@@ -32,8 +32,8 @@ _SPEC_TYPES = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngr
 """The values of llama.cpp's --spec-type that look for n-grams."""
 
 _DRAFT_TYPES = {"draft-simple": "draft_model", "draft-eagle3": "eagle3", "draft-mtp": "mtp"}
-"""The values of --spec-type for what drafts, which --model-draft names except for MTP, and those of
-the option `speculation`."""
+"""Values of --spec-type that name a model or a head -> values of the option `speculation`.
+--model-draft names the model or head, except for MTP."""
 
 
 def with_speculative_config(

@@ -84,8 +84,7 @@ class ProcessGroup:
         return parts.view(self.size, *x.shape)
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Overwrite x [...] by that of rank 0. It is contiguous, and has equal sizes on all
-        ranks."""
+        """Overwrite x [...] with rank 0's x. It is contiguous, and has equal sizes on all ranks."""
         if x.numel():
             _finish(self._backend.broadcast([x.view(-1).view(torch.uint8)], self._root_options))
 

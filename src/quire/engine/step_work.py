@@ -6,7 +6,7 @@ the results. With several ranks, all numbers are those of the first rank.
 
     bytes       every weight that any token of the step needs, K and V of every context, the K and V
                 that are written, and states twice (read and written)
-    operations  two for each weight and token, plus those of attention for each (query, key) pair
+    operations  two for each weight and token, and attention's for each (query, key) pair
     floor       max(bytes / rate of a copy, operations / rate of a matrix product)
 
 Reads from caches, activations and intermediate results count as free. (S. Williams, A. Waterman, D.

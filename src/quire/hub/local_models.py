@@ -92,8 +92,8 @@ def remove_model(name: str, in_use: Collection[str] = ()) -> int:
 
 
 def _needs(model: str, repository: str, places: Collection[Path]) -> bool:
-    """Whether `model`, a name or a path, is the repository or lies in one of the places. A name may
-    also be that of a package's model whose file is one of the places."""
+    """Whether `model`, a name or a path, is the repository or lies in one of the places. The name
+    of a packaged model counts, too, if one of the places is its file."""
     path = Path(model).expanduser()
     if path.is_absolute():
         return any(path.resolve().is_relative_to(place.resolve()) for place in places)

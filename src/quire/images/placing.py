@@ -63,7 +63,7 @@ def replace_placeholders(
     """The text with each placeholder replaced by the text of its image, and the images in the order
     of the text. Raises InvalidRequestError if their numbers differ.
 
-    placeholders: that of images and, if the model takes videos, that of videos.
+    placeholders: one for images and, if the model takes videos, one for videos.
     """
     pieces = re.split("(" + "|".join(re.escape(each.text) for each in placeholders) + ")", text)
     ordered = _in_order(pieces[1::2], [each.text for each in placeholders], placeholders, images)

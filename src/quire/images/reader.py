@@ -43,7 +43,7 @@ class GivenImage(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its place, with `wrong_media.VIDEO` before that of a video."""
+        """Its place in the call; for a video, after the prefix `wrong_media.VIDEO`."""
         return VIDEO + self.where if self.is_video else self.where
 
 
@@ -92,8 +92,8 @@ class ImageReader:
     def open_call(
         self, limits: ModelLimits, settings: Mapping[str, Any] | None = None
     ) -> "ImageCall":
-        """The images of one prompt, for a model with these limits. settings: those of the processor
-        that the prompt replaces. Raises InvalidRequestError for others."""
+        """The images of one prompt, for a model with these limits. settings: replacements for
+        settings of the processor. Raises InvalidRequestError for unknown names."""
         return ImageCall(self, limits, self.processor_with(settings or {}))
 
     def processor_with(self, settings: Mapping[str, Any]) -> ImageProcessor:

@@ -3,7 +3,7 @@
 from quire.errors import InvalidRequestError
 
 VIDEO = "video "
-"""Begins the `where` of a video; that of an image begins with its place in the call."""
+"""A prefix of `where` if it is the place of a video in the call."""
 
 
 def wrong_media(where: str, what: str) -> InvalidRequestError:

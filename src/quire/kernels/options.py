@@ -16,7 +16,7 @@ NATIVE_KERNELS = (
     "portable",
 )
 """Instruction sets for which the native library is built, in the order in which "auto" chooses:
-those of x86-64, those of ARM64, and the one of other processors and of every x86-64."""
+sets of x86-64, sets of ARM64, and a set for any other processor and for every x86-64."""
 
 KERNELS = ("auto", "torch", "triton", *NATIVE_KERNELS)
 MAX_NUM_THREADS = 1024

@@ -262,8 +262,8 @@ def _yarn_mscale(scale: float, mscale: float) -> float:
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of all positions below max_model_len, fp32, computed once."""
 
-    #: [max_model_len or more, R]: R/2 cosines, then R/2 sines. Rows from max_model_len on are those
-    #: of `AxisRotations`.
+    #: [max_model_len or more, R]: R/2 cosines, then R/2 sines. `AxisRotations` fills in the rows
+    #: from max_model_len on.
     table: torch.Tensor
 
     def __init__(
@@ -291,11 +291,11 @@ class RotaryEmbedding(nn.Module):
 class AxisRotations:
     """The rotations of tokens that have a position on each of three axes: frame, row and column.
 
-    Each pair of elements of a head is turned by the position on one axis. A token whose positions
-    are equal, as those of text are, has the row of that position in the tables of cosines and
-    sines. For any other token of a step, a row is composed of rows of three positions. Composed
-    rows follow those of the positions in the tables, so a token has one index of a row in any case,
-    and the kernels that read the tables need no change.
+    Each pair of elements of a head is turned by the position on one axis. If the three positions of
+    a token are equal, as in text, the token has the row of that position in the tables of cosines
+    and sines. For any other token of a step, a row is composed from the rows of its three positions
+    and written after the tables' own rows. So each token has one row index, and the kernels that
+    read the tables need no change.
 
     Source: interleaved MRoPE of Qwen3-VL (arXiv:2511.21631). The axes are in transformers' order.
     """

@@ -29,7 +29,7 @@ class RequestPreparer:
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer | None, seed: int, images: ImagePrompts
     ) -> None:
-        """`images` reads those of prompts. `seed` determines the seeds of requests that have
+        """`images` reads the images of prompts. `seed` determines the seeds of requests that have
         none."""
         self.inputs = InputProcessor(tokenizer, engine.limits, engine.grammars.compile)
         self._engine = engine

@@ -39,7 +39,7 @@ class RequestTable:
         gate: ExitGate,
         images: ImagePrompts,
     ) -> None:
-        """Threads enter `gate` to use the engine. `images` reads those of prompts."""
+        """Threads enter `gate` to use the engine. `images` reads the images of prompts."""
         self._preparer = RequestPreparer(engine, tokenizer, seed, images)
         self._engine = engine
         self._tokenizer = tokenizer

@@ -33,7 +33,7 @@ class ServedResults:
         return [each for each in found if each.first_s is not None and each.refused is None]
 
     def data(self, *, is_detailed: bool = False) -> dict[str, Any]:
-        """All figures under vLLM's key names. `is_detailed` adds those of each request."""
+        """All figures under vLLM's key names. `is_detailed` adds figures of each request."""
         replies, sent = self.answered, self.figures.replies
         first_s = min((each.at_s for each in sent), default=0.0)
         duration_s = max(max((each.end_s for each in sent), default=0.0) - first_s, 1e-9)

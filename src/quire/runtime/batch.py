@@ -488,9 +488,9 @@ def _content_pieces(
     counts: Int64,
     query_start: Int32,
 ) -> tuple[Sequence[ContentPiece], Sequence[ContentPiece]]:
-    """The parts of contents that the step's rows compute, and those of them that are computed in
-    one step. `spans` are those of each row that has any; the other arguments have an element for
-    each of `rows`."""
+    """(the parts of contents that the step's rows compute, the parts among them that must be
+    computed in one step). `spans` has an entry for each row with spans; the other arguments have an
+    element for each of `rows`."""
     pieces: list[ContentPiece] = []
     whole: list[ContentPiece] = []
     if not spans:

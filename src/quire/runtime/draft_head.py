@@ -11,11 +11,11 @@ always have the head's K and V and can be shared, and when drafts are ordered:
     run 2                 computes d1 with s1               state s2, draft d2
     ...
 
-K and V of drafts are written after the row's tokens. Those of a right draft were computed with a
+K and V of drafts are written after the row's tokens. For a right draft they were computed with a
 state of the head, so the head computes its token again, with the state of the model.
 
-After the reuse of a prefix the state before the row's first own token is unknown. Zeros stand for
-it, as before the first token of all.
+After the reuse of a prefix, the state before the row's first own token is unknown, and replaced by
+zeros, as at the start of a sequence.
 
 If no drafts are ordered for a while, the head rests, and keeps no more states. When drafts of a row
 that it missed are ordered, it catches up with zeros for the missing states: its K and V then know
@@ -163,7 +163,7 @@ class HeadDrafter(Drafter):
         return True
 
     def _keep(self, rows: Int64, counts: Int64, lines: Int64, hidden: torch.Tensor) -> None:
-        """Keep those of counts[i] tokens of rows[i], which begin at lines[i] of `hidden`."""
+        """Keep the states of counts[i] tokens of rows[i], from line lines[i] of `hidden` on."""
         total = int(counts.sum())
         if not total:
             return
@@ -174,8 +174,8 @@ class HeadDrafter(Drafter):
         self._num_kept[rows] += counts
 
     def _advance(self, row: int, end: int, new: torch.Tensor) -> None:
-        """Compute a row's tokens up to `end`. `new` are the hidden states up to that of token
-        end - 1, which is kept."""
+        """Compute a row's tokens up to `end`. `new` are the hidden states up to token end - 1,
+        whose state is kept."""
         first, num_kept = int(self._reached[row]), int(self._num_kept[row])
         hidden = torch.cat((self._kept[row, :num_kept], new))
         self._run_span(row, first, self.head.states_of(hidden)[: end - first])

@@ -17,8 +17,8 @@ from quire.runtime.block_tables import BlockTables, Int64
 class DraftedBlocks:
     """Counts, for each block, the leading tokens that have the drafter's K and V.
 
-    Invariant: the drafter has computed K and V for the counted tokens of a block, which are those
-    of each row that has the block, as far as the row's computed tokens go. The count may be lower
+    Invariant: the drafter has computed K and V for the counted tokens of a block. Each row with the
+    block has the same tokens in it, up to its number of computed tokens. The count may be lower
     than it could be.
     """
 

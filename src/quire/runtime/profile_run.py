@@ -52,7 +52,7 @@ class ProfileRun:
 
     def plans(self) -> list[StepPlan]:
         """The largest step of prompts, the largest beside its graph, the step of decodes and the
-        mixed step. Only that of decodes if there is no room for prompts."""
+        mixed step. Only the step of decodes if there is no room for prompts."""
         num_rows, most = self.shape.num_rows, self.shape.max_num_tokens
         steps = [[1] * num_rows]
         if most > num_rows and self._length > 1:

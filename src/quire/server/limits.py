@@ -1,6 +1,6 @@
 """Bounds of a single call, checked before any tokenization or loop over its fields.
 
-The operator sets the bounds, except that of log-probabilities, which the engine sets. Values that
+The operator sets the bounds; only the bound of log-probabilities comes from the engine. Values that
 are invalid on every server are refused by `core.sampling_params`. Called by `generation` and the
 routes; made by `launch`.
 """

@@ -82,7 +82,7 @@ class RoomIdleUnload(IdleUnload):
         return max(self._busy_s, self._model.last_use_s)
 
     async def _unload(self) -> None:
-        self.keep(None)  # the operator's time was that of the model's stay which ends now
+        self.keep(None)  # the operator's time ends with this stay of the model
         self._room.begin_unload(self._model)
 
 

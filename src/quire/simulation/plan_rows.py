@@ -127,7 +127,7 @@ class PlanRow:
 
     #: The row's number in plans.
     number: int
-    #: The row's admission; for a fork, that of its source row with the fork's parameters.
+    #: The row's admission; for a fork, its source row's admission with the fork's parameters.
     admission: RowAdmission
     #: The number of the row's tokens, including tokens that steps in flight will append.
     num_tokens: int

@@ -293,8 +293,8 @@ def _with_adapter(config: SimulationConfig, index: int, request: Request) -> Req
 def _with_contents(
     config: SimulationConfig, index: int, request: Request, repeated: Request | None
 ) -> Request:
-    """The request, to whose prompt contents are added at random: in one of a few layouts, or in
-    that of the request whose prompt it repeats, so that often only the contents differ."""
+    """The request with contents at random places of its prompt. A request that repeats a prompt has
+    its contents at the same places, so that often only the contents differ."""
     rng = random.Random(f"contents {index} of {config.seed}") if config.content_rate else None
     if rng is None or (repeated is None and rng.random() >= config.content_rate):
         return request

@@ -33,8 +33,8 @@ class MediaRoles(NamedTuple):
 def media_roles(
     template: ChatTemplate, placeholders: Sequence[tuple[str, Any, Any]], *, has_tools: bool
 ) -> MediaRoles:
-    """The roles of a template. placeholders: those of images and, if the model takes videos, of
-    videos, the text of each first. has_tools: as in `ChatTemplate.mentions`."""
+    """The roles of a template. placeholders: one for images and, if the model takes videos, one for
+    videos; each begins with its text. has_tools: as in `ChatTemplate.mentions`."""
     marks = zip(placeholders, (IMAGE_PART, VIDEO_PART), strict=False)
     return MediaRoles(
         *(
@@ -74,7 +74,7 @@ def take_images(
     and the images and videos.
 
     If the chat template does not place images in results of tools, they are replaced by a line of
-    text and named in `left_out`; if that is None, they are refused. left_out: as in
+    text and named in `left_out`; if `left_out` is None, they are refused. left_out: as in
     `check_messages`. Raises InvalidRequestError for images in messages of other roles, and
     malformed parts. Messages without images are not checked.
 

@@ -53,8 +53,8 @@ class PromptTokens:
         keys = block_keys(request, number, size)
         tokens = self._draw(np.repeat(keys, size), np.tile(np.arange(size), len(keys)))
         if tail:
-            # The first tokens of each block depend only on the block before it. Those of the first
-            # block depend only on the tenant.
+            # The first tokens of a block depend only on the block before it; in the first block,
+            # only on the tenant.
             before = np.concatenate(([_FIRST + request.tenant], keys))[:-1]
             heads = self._draw(np.repeat(before, tail), np.tile(np.arange(tail) + size, len(keys)))
             tokens.reshape(-1, size)[:, :tail] = heads.reshape(-1, tail)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 CHAT_DEFAULTS: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
-"""Sampling options of a chat with a model that names none. Those of the API are OpenAI's."""
+"""Sampling options of a chat if the model names none. The API's defaults are OpenAI's instead."""
 
 TIMEOUT_S = 600.0
 """Maximum seconds to wait for the next piece of a server's answer."""
@@ -258,7 +258,7 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def with_chat_defaults(params: SamplingParams) -> SamplingParams:
-    """The params with CHAT_DEFAULTS for those of these options that are left open."""
+    """The params with CHAT_DEFAULTS for options that are None."""
     left_open: dict[str, Any] = {
         name: value for name, value in CHAT_DEFAULTS.items() if getattr(params, name) is None
     }

@@ -353,8 +353,8 @@ class BlockUse:
     owners: tuple[Owner, ...]
     #: Number of uses of its content since the content was computed; 0 without cached content.
     heat: int
-    #: Number of computed tokens in the block: the largest over its owners or, without an owner,
-    #: that of its cached content. None if it is unknown, or if the block holds part of a state.
+    #: Number of computed tokens in the block: the largest over its owners or, without an owner, the
+    #: number in its cached content. None if it is unknown, or if the block holds part of a state.
     fill: int | None
     #: Kind of the group.
     kind: KVKind | None = None

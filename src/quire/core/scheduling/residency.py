@@ -1,9 +1,9 @@
 """Slots in device memory for what must lie beside the model before a row can compute.
 
-One object has the slots of LoRA adapters, another those of prompts' contents (the embeddings of an
-image). A slot holds one item, named by its digest. While an item is being read, other sequences
-run. A slot belongs to its item while it is in use. Otherwise another item may get the slot: the
-slot of an item that no sequence asks for goes first, then that of the least recently used one.
+One object has the slots of LoRA adapters, another the slots of prompts' contents (the embeddings of
+an image). A slot holds one item, named by its digest. While an item is being read, other sequences
+run. A slot belongs to its item while it is in use. Otherwise another item may get the slot. Items
+that no sequence asks for lose their slots first, then the least recently used item.
 
     on disk or elsewhere ──prepare──> reading ──refresh──> ready ──take_load──> loaded by a plan
                                           └──────drop (it can't be read)

@@ -631,10 +631,10 @@ def _plan_chunks(
     replays: list[Sequence],
     num_paused: int,
 ) -> StepBudget:
-    """Open the budget of a step whose decoding rows are in `chunks`, and give tokens of it to
-    `replays`, and then to `partial`, while it lasts. Returns the budget.
+    """Open the budget of a step whose decoding rows are in `chunks`, and give its tokens to
+    `replays`, and then to `partial`, until it is spent. Returns the budget.
 
-    num_paused: that of `StepDemand`.
+    num_paused: see `StepDemand`.
     """
     admission = scheduler.admission
     num_decodes = len(chunks) + len(replays)
@@ -653,8 +653,8 @@ def _plan_chunks(
 
 
 def _with_prompts(demand: StepDemand, partial: list[Sequence], admission: Admission) -> StepDemand:
-    """Return the demand of decoding rows with that of prompts: `partial`, the running sequences
-    that want chunks, and those that may be admitted."""
+    """Return the demand of decoding rows plus the demand of prompts: of running sequences that want
+    chunks (`partial`), and of sequences that may be admitted."""
     num_left = sum([sequence.num_tokens - sequence.num_computed_tokens for sequence in partial])
     return demand._replace(
         num_prompts=len(partial) + admission.num_prompts,

@@ -163,7 +163,7 @@ def _normalization(fields: EncoderFields) -> dict[str, list[float]]:
 
 
 def _activation(fields: EncoderFields, gelu: str) -> str:
-    """The name of the activation. Files don't tell GELUs apart; `gelu` is that of the original."""
+    """The name of the activation. Files don't tell GELUs apart: `gelu` is the original model's."""
     if fields.flag("use_gelu"):
         return gelu
     return "silu" if fields.flag("use_silu") else "quick_gelu"
@@ -183,7 +183,7 @@ def _idefics3(fields: EncoderFields) -> EncoderSettings:
             "scale_factor": fields.integer("vision.projector.scale_factor"),
         },
         {
-            # Old files have no size; theirs is that of transformers' processor.
+            # Old files have no size; the default is the size in transformers' processor.
             "size": {"longest_edge": fields.integer("vision.preproc_image_size", 4 * tile)},
             "max_image_size": {"longest_edge": tile},
             **_normalization(fields),
@@ -337,7 +337,7 @@ def _pixtral(fields: EncoderFields) -> EncoderSettings:
 
 def _qwen3vl(fields: EncoderFields) -> EncoderSettings:
     sizes = _vision(fields)
-    fields.number("vision.attention.layer_norm_epsilon", 0.0)  # that of the language model
+    fields.number("vision.attention.layer_norm_epsilon", 0.0)  # the language model's eps
     merge = fields.integer("vision.spatial_merge_size", 2)
     vision = {
         "depth": sizes["num_hidden_layers"],

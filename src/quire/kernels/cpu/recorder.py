@@ -95,7 +95,7 @@ class Recorder(StateRecorder):
         self, rows: Sequence[torch.Tensor], output: torch.Tensor, spare: SpareRows | None = None
     ) -> RowsProgram:
         """The program that computes the placeholder `output` from the placeholders `rows`. `spare`
-        is that of `OperationList.finish_rows`."""
+        is described in `OperationList.finish_rows`."""
         given = [self._values.operand(each).memory for each in rows]
         result = self._values.operand(output)
         if result.memory in given or not result.is_whole:

@@ -34,7 +34,7 @@ from quire.models.interface import CausalLM, InputEmbeds
 class DraftHead(CausalLM):
     """A head that drafts. `use_target` must be called after loading, before the first step.
 
-    `logits` are those of the head's own vocabulary; `token_ids` maps its ids to the target's.
+    `logits` cover the head's own vocabulary; `token_ids` maps its ids to the target's.
     """
 
     #: Method in the options, as vLLM names it: mtp, eagle3.
@@ -60,8 +60,8 @@ class DraftHead(CausalLM):
         self, target: DecoderForCausalLM, max_num_tokens: int, ends: DecoderEnds | None = None
     ) -> None:
         """Take the modules over that the head shares with its target, and allocate `states` for
-        steps of at most `max_num_tokens`. `ends` replace those of a target that is one rank's
-        shard."""
+        steps of at most `max_num_tokens`. If the target is one rank's shard, `ends` replace its
+        embedding and projection."""
         weight = next(self.parameters())
         self.states = torch.zeros(
             max_num_tokens, self.hidden_size, dtype=weight.dtype, device=weight.device

@@ -257,7 +257,7 @@ class _QwenEncoder(OperatorModule):
 
 
 class Qwen3VLTower(VisionTower):
-    """The tower with its merger, and with those of the features."""
+    """The tower with its mergers: one for its result, and one for each kept feature."""
 
     def __init__(self, config: Qwen3VLVisionConfig, **storage: Unpack[Storage]) -> None:
         super().__init__(config, **storage)

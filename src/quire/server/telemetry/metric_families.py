@@ -420,7 +420,7 @@ def engine_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _draft_families(drafts: Mapping[str, Any]) -> Iterator[Metric]:
-    """The metrics of speculation, from `Drafting.as_dict`. Those of vLLM's names have the same
+    """The metrics of speculation, from `Drafting.as_dict`. Families with vLLM's names have the same
     counts as ours."""
     by_proposer, totals = drafts["by_proposer"], DraftTotals.of(drafts)
     for key, name, text in _DRAFT_COUNTERS:

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
 PREFIX = "vllm:"
-"""The beginning of vLLM's names. Those of drafts are among our own families."""
+"""The beginning of vLLM's names. Its names of draft metrics are among our own families."""
 
 _NAMES = {
     "quire_requests_running": "num_requests_running",
@@ -33,7 +33,7 @@ _NAMES = {
     "quire_prefill_time_seconds": "request_prefill_time_seconds",
     "quire_decode_time_seconds": "request_decode_time_seconds",
 }
-"""Our families' names, and vLLM's. Those of counters are without `_total`."""
+"""Our families' names -> vLLM's names. Names of counters are without `_total`."""
 
 _REASONS = {"disconnect": "abort", "deadline": "error"}
 """Our reasons why a generation ends that vLLM counts under another name."""
@@ -69,7 +69,7 @@ def _summed(family: Metric, name: str, model_name: str) -> list[Sample]:
 def cache_config(facts: Mapping[str, Mapping[str, Any]], model_name: str) -> Metric:
     """The size of the KV cache in the labels of a metric, as gateways read it.
 
-    facts: those of each engine, by its name; the only engine has an empty name.
+    facts: the facts of each engine, by its name; an only engine has an empty name.
     """
     family = GaugeMetricFamily(
         f"{PREFIX}cache_config_info",
@@ -77,7 +77,7 @@ def cache_config(facts: Mapping[str, Mapping[str, Any]], model_name: str) -> Met
         labels=("model_name", "engine", "block_size", "num_gpu_blocks"),
     )
     for name, found in facts.items():
-        if {"block_size", "num_blocks"} <= found.keys():  # those of a loading engine are unknown
+        if {"block_size", "num_blocks"} <= found.keys():  # unknown while an engine loads
             sizes = str(found["block_size"]), str(found["num_blocks"])
             family.add_metric((model_name, name or "0", *sizes), 1.0)
     return family

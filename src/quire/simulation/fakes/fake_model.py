@@ -70,7 +70,7 @@ def extend(fingerprint: int, token_id: int) -> int:
 def extend_all(fingerprints: Fingerprints, first: int, token_ids: Sequence[int]) -> None:
     """Set the fingerprints of a row's prefixes that end with token_ids, which begin at `first`.
 
-    fingerprints[i] is that of the row's tokens 0 to i.
+    fingerprints[i] is the fingerprint of the row's tokens 0 to i.
     """
     fingerprint = int(fingerprints[first - 1])
     for position, token_id in enumerate(token_ids, first):

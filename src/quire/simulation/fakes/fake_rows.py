@@ -199,7 +199,7 @@ class FakeRows(PlanRows):
             self._check_blocks(row, group, 0, table)
 
     def _check_new(self, row: int, ids: Sequence[int], *, is_shared: bool = False) -> None:
-        """Check new blocks of a row. is_shared: they are those of the row that it joins."""
+        """Check new blocks of a row. is_shared: they belong to the row that it joins."""
         if HOLE_BLOCK in ids:
             self.history.refuse(f"a hole is given to row {row} as a new block: {ids}", row)
         if not is_shared:
@@ -229,7 +229,7 @@ class FakeRows(PlanRows):
                 refuse(f"block {block} is copied to, but held: {self.holders(block)}")
 
     def _num_holders(self, block: int) -> int:
-        """The number of times that a block occurs in tables, without those of joining forks."""
+        """The number of times that a block occurs in tables, except for tables of joining forks."""
         found = -self._num_joining.get(block, 0)
         for holders in self.num_holders.values():
             found += holders.get(block, 0)

@@ -26,8 +26,8 @@ _MAX_LETTERS = 1024
 """Maximum length of a normal token in characters. Real tokens have at most 31 (Gemma's tokens of
 spaces)."""
 _IN_ORDER = "gemma"
-"""Prefix of the architectures whose tokens are listed in merge order. Their scores are not usable,
-since those of tokens of several spaces do not match that order."""
+"""Prefix of the architectures whose tokens are listed in merge order. Their scores are not usable:
+they differ from that order for tokens of several spaces."""
 
 
 def build_sentencepiece(vocabulary: GGUFVocabulary) -> tokenizers.Tokenizer:

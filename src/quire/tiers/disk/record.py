@@ -76,7 +76,7 @@ def payload_digest(payload: memoryview | bytes) -> bytes:
 
 
 def seed_of(fingerprint: bytes) -> int:
-    """The seed of all checksums in a namespace except those of payloads."""
+    """The seed of a namespace's checksums. Checksums of payloads have no seed."""
     return xxhash.xxh3_64_intdigest(fingerprint)
 
 

@@ -92,7 +92,7 @@ class BlockQuantizedLinear(PackedLinear):
         has_bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """`interleave` and `dtype` are as in `PackedLinear`; `dtype` is also that of unpacked rows.
+        """`interleave` and `dtype` are as in `PackedLinear`; unpacked rows have this `dtype`, too.
 
         Raises ValueError if no kernel supports `form`.
         """

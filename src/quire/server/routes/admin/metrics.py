@@ -65,7 +65,7 @@ async def metrics(http: HTTPRequest) -> Response:
     """The metrics in the text format, or in OpenMetrics for clients that accept it.
 
     If there are several engines, the metrics of each have the label `replica`. If there are several
-    models, those of each have the label `model_name`.
+    models, the metrics of each have the label `model_name`.
     """
     models = models_of(http)
     shared = models.shared
@@ -95,8 +95,8 @@ async def _families_of_one(service: Service) -> list[Metric]:
 
 
 async def _model_families(service: Service, others: Iterable[Metric]) -> list[Metric]:
-    """The metrics of a model's engines, and those of `others` that vLLM has too, under its
-    names."""
+    """The metrics of a model's engines, and, under vLLM's names, the metrics in `others` that vLLM
+    has, too."""
     engine = service.engine
     engines = dict(engine.engines_by_name)  # a copy, since replicas may be added or removed
     found = await asyncio.gather(*map(_engine_families, engines.values()))

@@ -127,7 +127,7 @@ async def ollama_generate(body: OllamaGenerateRequest, http: HTTPRequest) -> Res
 
 
 def _keep_alive(http: HTTPRequest, body: OllamaBody) -> None:
-    """Obey the operator's `keep_alive` if the server unloads an idle model. That of a tenant has no
+    """Obey the operator's `keep_alive` if the server unloads an idle model. A tenant's has no
     effect, since the model is there for all. Raises InvalidRequestError, and UnknownModelError."""
     service, given = find_model(http, body.model).service, body.keep_alive
     if service is None:  # the model was never loaded

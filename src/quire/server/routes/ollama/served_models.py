@@ -66,7 +66,7 @@ class OllamaModel(msgspec.Struct):
     modified_at: str
     #: A SHA-256 of the name and the engine's fingerprint. Ollama's `list` and `ps` fail without it.
     digest: str
-    #: Bytes of the weights; of an adapter those of its model.
+    #: Bytes of the weights; for an adapter, the bytes of its model's weights.
     size: int
     details: OllamaDetails = msgspec.field(default_factory=OllamaDetails)
     #: Whether one of several models is in memory, as in /v1/models.
@@ -175,7 +175,7 @@ async def ollama_tags(http: HTTPRequest) -> Response:
 
 @router.post("/api/show", responses=answers(OllamaShow, errors=ERROR_RESPONSES))
 async def ollama_show(body: ShowRequest, http: HTTPRequest) -> Response:
-    """The details of a model. Those of a model that was never loaded are incomplete."""
+    """The details of a model. They are incomplete if the model was never loaded."""
     model = find_model(http, body.named)
     service = model.service
     info: dict[str, Any] = {
