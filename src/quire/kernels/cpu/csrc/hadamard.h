@@ -57,7 +57,7 @@ inline vf add_near(vf x, int size) {
   return y.whole;
 }
 
-// Of 16 N elements in registers: partners sixteen elements away and further.
+// 16 N elements in registers: partners sixteen elements away and further.
 template <int N>
 inline void add_far(vf (&y)[N]) {
 #pragma GCC unroll 4
@@ -84,8 +84,8 @@ inline void rotate_wide_blocks(const T* x, int64_t count, float* to) {
   }
 }
 
-// Blocks of `size` elements, a power of two of at most 64, of which `count` is a multiple: x
-// [count] of type T -> to [count], with zeros behind it up to a multiple of sixteen.
+// Blocks of `size` elements, a power of two of at most 64: x [count] of type T -> to [count], then
+// zeros up to a multiple of sixteen. `count` is a multiple of `size`.
 template <typename T>
 inline void rotate_blocks(const T* x, int64_t count, int size, float* to) {
   if (size == 64) return rotate_wide_blocks<4>(x, count, to);

@@ -1,6 +1,6 @@
 // Declares the functions that are compiled once per instruction set.
 //
-// Signatures are those of kernels.h.
+// Signatures are as in kernels.h.
 #pragma once
 #include "library/abi.h"
 #include "library/adapters_abi.h"

@@ -8,8 +8,8 @@
 // A "mode" says how elements are multiplied:
 //   Element    of queries and outputs
 //   Stored     in pages
-//   QueryScale what is known of a packed query beside its factors, of which it has query_size
-//   Factor     what queries and probabilities are packed as
+//   QueryScale the data of a packed query beside its query_size factors
+//   Factor     the type of packed queries and probabilities
 //   kDepth     elements that one step adds up: the pairs of the bf16 layouts (kv_page.h), or one
 #pragma once
 #include "attention/kv_page.h"
@@ -42,8 +42,8 @@ constexpr int columns_for(int num_rows, int columns) {
   return num_rows > kFewRows && columns > 1 ? columns / 2 : columns;
 }
 
-// Into the L2 cache: its misses are more than those that the L1 cache can wait for (12 against 20
-// GB/s; Zen 4, one thread, units anywhere).
+// Prefetches into the L2 cache, which can wait for more misses at once than the L1 cache (20 GB/s
+// instead of 12; Zen 4, one thread, units anywhere).
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Sums are held by registers, `part`s of sixteen lanes.
@@ -58,7 +58,7 @@ inline V load_part(const void* p) {
 
 inline void store_part(float* p, part x) { std::memcpy(p, &x, sizeof x); }
 
-// The first n lanes, of four bytes, as many as there are; zeros behind them.
+// The first n lanes, of four bytes each, from p; the other lanes are zero.
 template <typename V>
 inline V load_part_n(const void* p, int n) {
   V x{};
@@ -115,7 +115,7 @@ struct WideMode {  // bf16, computed in fp32
   static part multiply(const Left& a, const Right& b, part sum) {
     return fma(a.odd, b.odd, fma(a.even, b.even, sum));
   }
-  // One half of the elements of load_right, those of even or of odd index.
+  // Half of the elements of load_right: those with an even or those with an odd index.
   template <int kHalf>
   static part load_half(const Element* p) {
     const Right both = load_right(p);
@@ -243,8 +243,8 @@ inline void score_units(const typename M::Factor* q, const typename M::Element* 
       store_part(scores + r * kScoreStride + c * kPartLanes, sums[r][c]);
 }
 
-// Where rows of attended values go. keep: null to store them; else rows[r] becomes
-// rows[r] * keep[r] + values * add[r].
+// The target of attended values. keep: null to store them; otherwise rows[r] becomes rows[r] *
+// keep[r] + values * add[r].
 struct ValueRows {
   float* const* rows;
   const float* keep;

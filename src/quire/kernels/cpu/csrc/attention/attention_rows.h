@@ -15,7 +15,7 @@
 
 namespace quire::QUIRE_ISA {
 
-// How a layer's raw products q·k become probabilities.
+// Turns a layer's raw products q·k into probabilities.
 struct Softmax {
   bool is_plain;   // scores are the products themselves
   float soft_cap;  // 0: none
@@ -49,7 +49,7 @@ struct RecordShape {
   }
 };
 
-// How much of an old record and of a new tile goes into a merged record, for up to 16 rows.
+// The shares of an old record and of a new tile in a merged record, for up to 16 rows.
 struct MergeFactors {
   float keep[16], add[16];
 
@@ -69,7 +69,7 @@ inline void merge_lanes(float* to, const float* values, int count, float keep, f
     store(to + i, fma(load(to + i), splat(keep), load(values + i) * splat(add)));
 }
 
-// A record becomes itself merged with that of one tile.
+// Merges the record of one tile into a record.
 inline void merge_record(float* record, const float* other, float factor,
                          const RecordShape& shape) {
   if (shape.peak(other) == kNever) return;  // nothing else is written in such a one
@@ -80,7 +80,7 @@ inline void merge_record(float* record, const float* other, float factor,
   merge_lanes(record, other, shape.padded_dim + 16, factors.keep[0], factors.add[0]);
 }
 
-// What a thread needs for a few rows and a tile.
+// A thread's working memory for a few rows and a tile.
 template <typename M>
 struct RowScratch {
   alignas(64) float scores[kMostRows * kScoreStride];
@@ -180,7 +180,7 @@ struct RowBlock {
   float* const* records;              // [num_rows]
 };
 
-// The greatest number of rows, of those that there are kernels for, that is not above num_rows.
+// The largest number of rows, at most num_rows, for which there is a kernel.
 inline int rows_at_once(int num_rows) {
   if (num_rows >= kMostRows) return kMostRows;
   if (num_rows >= kFewRows) return kFewRows;

@@ -59,7 +59,7 @@ struct Attention {
     });
   }
 
-  // What a piece works with; the memory is a thread's.
+  // The working data of a piece, in a thread's memory.
   struct Rows {
     int num_rows;
     Factor* queries;
@@ -147,7 +147,7 @@ struct Attention {
     }
   }
 
-  // Of one tile of a split sequence.
+  // The record of one tile of a split sequence.
   float* record(int s, int token, int tile, int head, int g) const {
     const SequenceTiles& tiles = tasks.sequences[s];
     const int64_t place =

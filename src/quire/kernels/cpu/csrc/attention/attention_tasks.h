@@ -15,7 +15,7 @@ namespace quire::QUIRE_ISA {
 constexpr int kNarrowRows = 16;
 constexpr int kBlockRows = 96;  // of queries that a tile is read for; more leave the L2 cache
 
-// The costs of tasks, in sixteen keys times one row; keys are read at the cost of so many rows
+// The costs of tasks. The unit is sixteen keys times one row; reading the keys costs kReadCost
 // (sixteen keys of 64 dimensions in bf16: 0.02 us a row, 4 KiB at 24 GB/s; Zen 4).
 constexpr int64_t kReadCost = 8;
 constexpr int64_t kLeastTaskCost = 256;
@@ -37,17 +37,17 @@ struct Piece {
   int32_t segment, head, first_tile, end_tile;
 };
 
-// What is known of a sequence.
+// The tiles of a sequence.
 struct SequenceTiles {
   int32_t first_tile, end_tile;    // that its queries see
-  int32_t first_shared, end_shared;  // of which runs read so many; empty where equal
+  int32_t first_shared, end_shared;  // tiles that runs read; empty where equal
   bool is_narrow, is_split;
   int64_t first_record;  // is_split: of [tokens][tiles][Hq]
 };
 
 class Tasks {
  public:
-  // tasks_per_thread: of narrow segments, about so many. Sequences are split where they are fewer.
+  // tasks_per_thread: about this many tasks of narrow segments. With fewer, sequences are split.
   Tasks(Pool& pool, const AttentionLayer& layer, const Step& step,
         int tasks_per_thread = kTasksPerThread)
       : layer_(layer), step_(step), group_size_(layer.num_heads / layer.num_kv_heads),
@@ -76,7 +76,7 @@ class Tasks {
 
   int query_len(int s) const { return step_.query_start[s + 1] - step_.query_start[s]; }
 
-  // What the query of a token of sequence s sees.
+  // The range of keys that the query of a token of sequence s sees.
   Range range(int s, int token) const {
     const int context = step_.context_lens[s];
     const int position = context - step_.query_start[s + 1] + token;
@@ -88,7 +88,7 @@ class Tasks {
     return seen;
   }
 
-  // What any query of a segment sees.
+  // The range of keys that any query of a segment sees.
   Range range(const Segment& segment) const {
     if (segment.run) return {segment.first_tile * kTileTokens, segment.end_tile * kTileTokens};
     const int last_token = segment.first_token + segment.num_tokens - 1;

@@ -15,7 +15,7 @@ struct Range {
 inline int smaller(int a, int b) { return a < b ? a : b; }
 inline int larger(int a, int b) { return a > b ? a : b; }
 
-// Where one sequence's K and V of one head are.
+// The memory of one sequence's K and V of one head.
 template <typename T>
 struct KVSource {
   KVPages<T> kv;
@@ -28,7 +28,7 @@ struct KVSource {
     return kv.key_unit(blocks[position >> kv.block_shift], head, offset);
   }
 
-  // Of quantized pages: the scale of K of `position`; that of V is block_size further.
+  // For quantized pages: K's scale of `position`. V's scale is block_size entries further.
   const uint16_t* scales_at(int position) const {
     const int offset = position & ((1 << kv.block_shift) - 1);
     return kv.key_scales(blocks[position >> kv.block_shift], head, offset);
@@ -38,10 +38,9 @@ struct KVSource {
 // keys, values: of units [first_unit, end_unit), sixteen tokens each. Entries of keys outside of
 // that range repeat a neighbour, so that units can be read in groups.
 //
-// What a tile is read for is limited by memory where the rows are few. So what comes some units
-// later, in the order in which units are read (keys, values, keys of the next tile), is fetched
-// meanwhile: next_keys[u] while the keys of unit u are read, next_values[u] with its values, and
-// `between`, while neither is.
+// With few rows, memory limits the speed of a tile. So units are prefetched some units ahead, in
+// the order in which they are read (keys, values, keys of the next tile): next_keys[u] while the
+// keys of unit u are read, next_values[u] with its values, and `between` while neither is read.
 template <typename T>
 struct Tile {
   static constexpr int kAhead = 16;   // units; two or four KiB each
@@ -59,8 +58,8 @@ struct Tile {
   const T* between[kBetween];
   T* edges;     // room for the values of 2 units; for K and V of a tile where pages' units are 8
   bool joined;  // out of units of 8
-  // Of quantized pages: the scales of each unit's sixteen tokens, and room for those of joined
-  // units.
+  // For quantized pages: the scales of each unit's sixteen tokens, and room for the scales of
+  // joined units.
   const uint16_t* key_scales[kIsQuantized ? kTileUnits : 1];
   const uint16_t* value_scales[kIsQuantized ? kTileUnits : 1];
   uint16_t joined_scales[kIsQuantized ? kTileUnits : 1][2][16];
@@ -69,7 +68,7 @@ struct Tile {
     return int64_t(16) * head_dim * (unit < 16 ? 2 * kTileUnits : 2);
   }
 
-  // The tile numbered `index` of source, of which rows see no more than `range`.
+  // Finds tile number `index` of source. Its rows see at most `range`.
   void find(const KVSource<T>& source, int index, Range range) {
     position = index * kTileTokens;
     visible.low = larger(range.low, position);

@@ -49,7 +49,7 @@ struct KVPages {
     return page + head * head_elements + int64_t(offset >> unit_shift) * unit * head_dim;
   }
 
-  // Of a slot, block * B + offset.
+  // The unit of K that has a slot, block * B + offset.
   T* key_unit_of_slot(int64_t slot, int head) const {
     return key_unit(slot >> block_shift, head, int(slot & ((int64_t(1) << block_shift) - 1)));
   }

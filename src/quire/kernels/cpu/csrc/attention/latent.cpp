@@ -6,12 +6,12 @@
 //   out[h] = sum over visible tokens of p[h] * x[:Dv] / sum of p[h],
 //   p[h] = exp(cap(scale * q[h]·x) - peak)
 //
-// Tiles and their merging are those of attention.cpp, in decoding as in prefill, and so are tasks:
-// a row's result is the same to the bit whatever it is computed with. What differs is the shape:
-// all heads of a token, 16 to 128, are rows against one vector of several hundred dimensions, so
-// the processor computes for as long as it reads. A piece's rows therefore go through a tile
-// together: all scores, all probabilities, then values, some dimensions of them at a time
-// (latent_kernels.h), and the lines of the next tile are fetched meanwhile.
+// Tiles, their merging and tasks are as in attention.cpp, in decoding and in prefill: a row's
+// result is the same to the bit, whatever is computed beside it. The shape differs: all heads of a
+// token, 16 to 128, are rows against one vector of several hundred dimensions, so the processor
+// computes for as long as it reads. A piece's rows therefore go through a tile together: all
+// scores, all probabilities, then values, some dimensions of them at a time (latent_kernels.h), and
+// the lines of the next tile are fetched meanwhile.
 #include "attention/latent.h"
 
 #include <utility>
@@ -142,10 +142,10 @@ struct LatentAttention {
     MergeFactors factors;
   };
 
-  // What a piece works with; the memory is a thread's. G: groups of sixteen rows.
+  // The working data of a piece, in a thread's memory. G: groups of sixteen rows.
   struct Rows {
     int num_rows, num_groups;
-    int packed;         // the segment of which the queries are, or -1
+    int packed;         // the segment that the queries belong to, or -1
     bool is_whole;
     Range* ranges;      // [16 G]
     float** records;    // [16 G]
@@ -159,7 +159,7 @@ struct LatentAttention {
     T* tile_room;       // [256][D]
   };
 
-  // fetched: the piece of which tiles[0] is the first, and was fetched; or -1.
+  // fetched: the piece whose first tile was prefetched into tiles[0]; or -1.
   struct Worker {
     Rows rows;
     LatentTile<T> tiles[2];
@@ -261,7 +261,7 @@ struct LatentAttention {
     }
   }
 
-  // Of one tile of a split sequence.
+  // The record of one tile of a split sequence.
   float* record(int s, int token, int tile, int head) const {
     const SequenceTiles& tiles = tasks.sequences[s];
     const int64_t place =

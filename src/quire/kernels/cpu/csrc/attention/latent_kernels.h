@@ -7,9 +7,9 @@
 //   softmax   by lanes: no sum or maximum goes across a register
 //   values    sixteen dimensions a register, by probabilities, each copied to all lanes
 //
-// What is stored serves both products as it is: only pairs of tokens, of which vdpbf16ps adds up
-// the products, are interleaved, some dimensions at a time, in a thread's own memory. Each result
-// is a sum in ascending order whatever rows are computed beside it.
+// Both products read the stored vectors as they are. Only for vdpbf16ps, which adds up products of
+// two tokens, a thread interleaves pairs of tokens in its own memory, some dimensions at a time.
+// Each result is a sum in ascending order, whatever rows are computed beside it.
 //
 // A mode is one of attention_kernels.h, FullMode or DotMode; T is what pages hold. bf16 without dot
 // products is widened first.
@@ -28,8 +28,8 @@ constexpr int kLatentTokens = 4, kLatentGroups = 1, kLatentValueRows = 4;
 constexpr int kLatentTokens = 2, kLatentGroups = 1, kLatentValueRows = 2;
 #endif
 
-// What the next tile needs, fetched line by line while the processor computes: `rate` 256ths of a
-// line with each step of a product.
+// Prefetches the next tile line by line while the processor computes: `rate` 256ths of a line with
+// each step of a product.
 struct Fetcher {
   const char* const* runs = nullptr;
   int num_runs = 0;
@@ -45,7 +45,7 @@ struct Fetcher {
       for (int64_t byte = 0; byte < run_bytes; byte += 64) prefetch(runs[i] + byte);
   }
 
-  // From now on so many lines are spread over so many steps.
+  // From now on, spreads `lines` lines over `steps` steps.
   void spread(int64_t lines, int64_t steps) { rate = int(lines * 256 / steps); }
 
   void step() {
@@ -64,8 +64,8 @@ struct Fetcher {
   }
 };
 
-// scores[(c * kTileTokens + r) * 16 + lane] = sum over steps of token r's elements by those of the
-// queries [C][num_steps][16][kDepth]. Tokens are `stride` bytes apart.
+// scores[(c * kTileTokens + r) * 16 + lane] = sum over steps of token r's elements times the
+// queries' [C][num_steps][16][kDepth]. Tokens are `stride` bytes apart.
 template <typename M, int R, int C>
 inline void score_tokens(const char* tokens, int64_t stride, const typename M::Factor* queries,
                          int num_steps, float* scores, Fetcher& shared_fetcher) {

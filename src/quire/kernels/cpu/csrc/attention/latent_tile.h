@@ -14,7 +14,7 @@ struct LatentPages {
   int64_t page_stride;  // bytes
   int head_dim;
   int block_shift;  // log2 B
-  int run_tokens;   // min(B, 16): so many tokens of a unit lie one after the other
+  int run_tokens;   // min(B, 16): number of tokens of a unit that lie one after the other
 
   explicit LatentPages(const AttentionLayer& layer)
       : pages(layer.pages), page_stride(layer.page_stride), head_dim(layer.head_dim),
@@ -37,11 +37,11 @@ struct LatentTile {
   int position;
   Range visible;  // to any row, cut to the tile
   int first_unit, end_unit;
-  const char* runs[2 * kTileUnits];  // of run_tokens each, those that any row sees
+  const char* runs[2 * kTileUnits];  // runs of run_tokens tokens that any row sees
   int num_runs;
   const T* units[kTileUnits];  // [16][D]; after `resolve`
 
-  // The tile numbered `index` of which rows see no more than `range`.
+  // Finds tile number `index`. Its rows see at most `range`.
   void find(const LatentPages<T>& pages, const int32_t* blocks, int index, Range range) {
     position = index * kTileTokens;
     visible.low = larger(range.low, position);
@@ -54,9 +54,9 @@ struct LatentTile {
       runs[num_runs++] = reinterpret_cast<const char*>(pages.token_at(blocks, at));
   }
 
-  // Makes units of what was found. Vectors of tokens that no row sees may be anything, NaN too,
-  // which a probability of 0 does not cancel: units that have such, and those of two blocks, are
-  // copied to room [256][D], with zeros there.
+  // Makes units of the runs that were found. Vectors of tokens that no row sees may be anything,
+  // also NaN, which a probability of 0 does not cancel. Units with such vectors, and units of two
+  // blocks, are copied to room [256][D], with zeros for these vectors.
   void resolve(const LatentPages<T>& pages, T* room) {
     const int head_dim = pages.head_dim, run_tokens = pages.run_tokens;
     const int first_run = (visible.low & -run_tokens);
@@ -99,7 +99,7 @@ inline const float* unit_factors(const uint16_t* unit, int head_dim, float* room
 }
 
 // Prepares dimensions [at, at + count) of a unit as values, [16 / kDepth][kSliceDims][kDepth];
-// those behind the last, up to a multiple of sixteen, are 0.
+// dimensions after the last, up to a multiple of sixteen, are 0.
 template <typename T>
 inline void fill_slice(FullMode, const T* unit, int head_dim, int at, int count, float* slice) {
   for (int token = 0; token < 16; ++token, slice += kSliceDims<FullMode>) {

@@ -31,7 +31,7 @@ inline bool is_narrow(const CodeFormat& code_format) {
   return *ends.second - *ends.first <= largest_of(CodeKind::kNarrowTable);
 }
 
-// What is added to a table's values, so that bytes hold them as the products take them.
+// The number that is added to a table's values, so that they fit the bytes that products read.
 inline int32_t table_bias(const CodeFormat& code_format) {
   const int8_t* table = code_format.table;
   return is_narrow(code_format) ? -*std::min_element(table, table + 16) : kByteBias;

@@ -1,8 +1,8 @@
 // Tiles of a panel whose codes are bytes and whose scales are fp32, for many rows.
 //
-// Where a panel meets many rows, its codes are taken out of their bits and its scales widened once,
-// not once for each few rows: a tile of inputs at a time, into memory of the thread which fits the
-// L1 cache. The numbers, and the order in which they are added, are those of the form's products.
+// For many rows, a panel's codes are unpacked and its scales widened once, not once for each few
+// rows: a tile of inputs at a time, into memory of the thread that fits the L1 cache. Numbers, and
+// the order in which they are added, are the same as in the form's products.
 //
 // A tile is one chunk of 32 inputs after another. A part is half of a chunk where groups are of 16
 // inputs, else all of it:
@@ -13,7 +13,7 @@
 //                              groups have zeros that are not among the seconds, codes + kByteBias
 //                              - zero (with i8mm, zipped: paired_tile.h)
 //
-// Where kExpandsPairs, codes are of 16 bits instead, as DotWeights takes them apart:
+// With kExpandsPairs, codes have 16 bits instead, as DotWeights unpacks them:
 //
 //   codes    [8 quads][2][32][2]  two inputs of an output side by side: even ones, then odd ones
 #pragma once
@@ -63,7 +63,7 @@ struct ExpandedTile {
       std::memcpy(chunk + second_at(part), &second, sizeof second);
   }
 
-  // added: to each byte, none of which overflows.
+  // added: the number that is added to each byte. No byte overflows.
   template <CodeKind kKind>
   static void store_codes(uint8_t* chunk, const Chunk<kKind>& codes, DotInts added) {
     const auto bytes_of = [&](int q) {
@@ -105,8 +105,8 @@ constexpr int64_t kMaxTileBytes =
 // a tile's requests keep it busy.
 template <int kLargest>
 constexpr int64_t kMinExpandedRows = sizeof(ElementOf<kLargest>) == 1 ? 8 : 16;
-// Whether a tile's products have all that the format has. No checkpoint has offsets and a zero.
-// Where zeros are added to codes, those of 8 bits may overflow.
+// Whether a tile's products have all that the format has. No checkpoint has offsets and a zero. If
+// zeros are added to codes of 8 bits, the codes may overflow.
 inline bool can_expand(const CodeFormat& code_format) {
   if (kHasHalves) return code_format.has_offsets == 0 || byte_zero(code_format) == 0;
   return code_format.width < 8 || code_format.has_zeros == 0;

@@ -33,8 +33,8 @@
 //     5 bits:    [16][4]            bytes: bit q belongs to quad q
 //     6 bits:    [2][16][4]         bytes: bits 2j and 2j + 1 of the i-th belong to quad 4i + j
 //
-// W wide inputs, whose activations are much larger than others, are multiplied apart from the rest,
-// without rounding. Their weights are among those above, too, and once more in Weights::scales:
+// The activations of W wide inputs are much larger than others. They are multiplied separately,
+// without rounding. Their weights are also stored in Weights::scales:
 //
 //   [N/32 panels][W][32]  fp32
 #pragma once
@@ -48,7 +48,7 @@ static constexpr int64_t kChunkInputs = 32;
 static constexpr int64_t kVectorBytes = 4 * kUnitOutputs;  // four inputs of a unit, a byte each
 static constexpr int64_t kHalvesBytes = 2 * kUnitOutputs;  // a number of 16 bits for each output
 
-// Where the parts of a stretch lie, in bytes from its first on.
+// The offsets of the parts of a stretch, in bytes.
 struct BlockQuantizedLayout {
   int64_t inputs;       // of a stretch
   int64_t num_groups;   // of a stretch
@@ -81,7 +81,7 @@ static inline int64_t quantized_unit_bytes(const Weights& linear) {
   return quantized_stretches(linear) * BlockQuantizedLayout(linear).bytes;
 }
 
-// Of a panel, [num_wide, 32].
+// The weights of wide inputs of a panel, [num_wide, 32].
 static inline float* wide_weights(const Weights& linear, int64_t panel) {
   return const_cast<float*>(linear.scales) + panel * linear.num_wide * kPanelOutputs;
 }

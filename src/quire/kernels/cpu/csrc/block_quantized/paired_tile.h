@@ -4,7 +4,7 @@
 // zipped where they are expanded, and rows where they meet a tile: chunk after chunk, numbers of
 // both rows side by side, then eight inputs of one row, eight of the other. Sums and results of a
 // pair are fours of two outputs and both rows, so numbers of outputs are zipped with themselves.
-// The numbers, and the order in which they are added, are those of expanded_tile.h.
+// The numbers, and the order in which they are added, are the same as in expanded_tile.h.
 #pragma once
 #include "block_quantized/expanded_tile.h"
 

@@ -8,14 +8,14 @@
 // results are NaN.
 //
 // A row is one run of bytes, chunk after chunk: a header, then the chunk's q. Wide inputs count as
-// zeros in their chunks; behind the last chunk they follow as they are, in fp32.
+// zeros in their chunks; they follow the last chunk as they are, in fp32.
 #pragma once
 #include "block_quantized/chunk.h"
 #include "linear/quantize_rows.h"
 
 namespace quire::QUIRE_ISA {
 
-// Of a chunk, before its q. A part is what two-level groups of 16 have of it, or all of it.
+// Precedes a chunk's q. A part is half of a chunk for two-level groups of 16, else all of it.
 template <int kParts>
 struct alignas(16) ChunkHeader {
   float scale;
@@ -27,8 +27,9 @@ template <int kParts, typename Element>
 constexpr int kChunkRowBytes =
     int(sizeof(ChunkHeader<kParts>)) + int(kChunkInputs) * int(sizeof(Element));
 
-// What is subtracted from a code's byte: bytes of a table are more than its values by a bias, those
-// of 8 bits less. With zeros of the groups' own, kByteBias - zero is added to what is left.
+// The number that is subtracted from a code's byte. A table's bytes are its values plus a bias;
+// bytes of 8-bit codes are the codes minus a bias. If groups have their own zeros, kByteBias - zero
+// is added to the difference.
 inline int32_t byte_zero(const CodeFormat& code_format) {
   const int32_t added = code_format.table != nullptr    ? table_bias(code_format)
                         : code_format.has_zeros != 0 ? kByteBias
@@ -36,7 +37,7 @@ inline int32_t byte_zero(const CodeFormat& code_format) {
   return code_format.zero + added - (code_format.width == 8 ? kCodeBias : 0);
 }
 
-// Of `count` inputs, how many there are where `left` are left of a row.
+// The number of existing inputs among the next `count`, if a row has `left` more.
 inline int64_t known_inputs(int64_t left, int64_t count) {
   return left < 0 ? 0 : left < count ? left : count;
 }
@@ -147,8 +148,8 @@ struct GroupedRows {
   const float* wide_inputs(int64_t row) const { return (const float*)(data + row * ld + wide); }
 };
 
-// Moves the wide inputs of a row x [K], as the weights are packed, to `wide`. What is not a number
-// makes the row's results NaN, like that of other inputs.
+// Moves the wide inputs of a row x [K], as the weights are packed, to `wide`. A NaN makes the row's
+// results NaN, as in other inputs.
 template <typename T>
 inline void split_wide(const Weights& linear, T* x, float* wide) {
   for (int64_t i = 0; i < linear.num_wide; ++i) {

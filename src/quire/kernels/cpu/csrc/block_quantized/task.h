@@ -1,4 +1,4 @@
-// What the products of all forms of kBlockQuantized share: how they are divided into tasks.
+// Divides the products of all forms of kBlockQuantized into tasks.
 #pragma once
 #include <utility>
 
@@ -28,14 +28,14 @@ struct UnitProduct {
 
 using MultiplyUnits = void (*)(const UnitProduct&, Prefetch);
 
-// How many units a function multiplies at once. Several rows take two, if a register is as wide as
-// a unit: what is loaded of x serves both (512 rows of Q8_0 took 1.3 times as long with one; Zen 5).
+// Number of units that a function multiplies at once. Several rows take two, if a register is as
+// wide as a unit: both use the loaded x (512 rows of Q8_0 took 1.3 times as long with one; Zen 5).
 // A single row reads memory from first to last.
 constexpr bool kHasWideRegisters = kIntLanes == kUnitOutputs;
 constexpr int units_at_once(int num_rows) { return kHasWideRegisters && num_rows > 1 ? 2 : 1; }
 
-// How many registers of outputs those functions take: of two units, which are unit_bytes apart, or
-// parts of one, as far as registers allow.
+// Number of registers of outputs that these functions take: of two units, unit_bytes apart, or of
+// parts of one unit, as far as registers allow.
 constexpr int registers_at_once(int num_rows) {
   if (kHasWideRegisters) return units_at_once(num_rows);
   if (kHasHalves) return 2;
@@ -44,7 +44,7 @@ constexpr int registers_at_once(int num_rows) {
 template <int U>
 constexpr int lanes_at_once = kHasWideRegisters ? kIntLanes : U * kIntLanes;
 
-// Where register u begins.
+// The offset of register u.
 inline int64_t unit_offset(int u, int64_t unit_bytes) {
   return kHasWideRegisters ? u * unit_bytes : 0;
 }
@@ -77,10 +77,10 @@ inline MultiplyUnits choose_streamed(int64_t num_rows, std::integer_sequence<int
 constexpr int64_t kMinFetchedRows = 2;
 constexpr int64_t kAheadBytes = 8192;
 
-// Whether each chunk requests its share of what is fetched, not each stretch at once: what is read
-// then waits behind tens of requests, and two rows of Q6_K took 1.3 times as long, four of Q4_K 1.07
-// times. One row takes 0.78 (Q4_K), 0.72 (Q6_K) and 0.95 (Q8_0) times as long as without requests.
-// (One thread, Zen 3; other sets were not measured.)
+// Whether each chunk prefetches its share, instead of each stretch all at once. At once, reads wait
+// for tens of prefetches: two rows of Q6_K took 1.3 times as long, four of Q4_K 1.07 times. One row
+// takes 0.78 (Q4_K), 0.72 (Q6_K) and 0.95 (Q8_0) times as long as without requests. (One thread,
+// Zen 3; other sets were not measured.)
 constexpr bool kFetchesByChunk = kHasHalves;
 
 // The chunks of U registers' outputs.
@@ -147,7 +147,7 @@ struct BlockQuantizedTask {
   Output output;
   GroupedRows x;
 
-  // What run_expanded takes of memory: a tile, then results.
+  // Bytes of memory that run_expanded uses: a tile, then results.
   static int64_t expanded_bytes(Range rows) {
     const int64_t num_rows = rows.size() + kHasMatrixProducts;  // paired_tile.h
     return kMaxTileBytes + num_rows * kPanelOutputs * int64_t(sizeof(float));

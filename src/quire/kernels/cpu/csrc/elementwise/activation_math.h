@@ -1,4 +1,4 @@
-// The functions of kernels/activations.py, of sixteen numbers or of those of one register (V).
+// The functions of kernels/activations.py, on sixteen numbers or on one register (V).
 #pragma once
 #include "simd.h"
 
@@ -60,7 +60,7 @@ inline V gelu(V x) {
 template <typename V>
 inline V relu(V x) { return max(filled<V>(0.0f), x); }
 
-// What precedes and follows the function in a gated MLP; see Op.
+// The operations around the function in a gated MLP; see Op.
 struct Gating {
   float limit;
   float alpha;

@@ -7,8 +7,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// f(T{}, act) with act the function on sixteen numbers, or on those of a register. They are stored
-// as T.
+// f(T{}, act) with act the function on sixteen numbers, or on a register. Numbers are stored as T.
 template <typename F>
 inline void with_function(const Op& op, F&& f) {
   with_dtype(op.dtype, [&](auto zero) {

@@ -1,6 +1,6 @@
 // Norm and rotation of q's and k's heads, and the write of K and V.
 //
-// Roundings are those of kernels/rotary.py; see also rows.h. Legend: see abi.h.
+// Rounds as kernels/rotary.py; see also rows.h. Legend: see abi.h.
 #include "kernels_isa.h"
 #include "attention/quantized/quantized_page.h"
 #include "elementwise/rotate_head.h"
@@ -29,7 +29,7 @@ class Rotation {
     return aligned(rotary_.rotary_dim * sizeof(float)) + layer_.head_dim * sizeof(T);
   }
 
-  // scratch: of so many bytes.
+  // scratch: scratch_bytes() bytes.
   void token(int64_t t, void* scratch) const {
     const int D = layer_.head_dim, R = rotary_.rotary_dim;
     auto* turns = static_cast<float*>(scratch);
@@ -53,7 +53,7 @@ class Rotation {
             rotary_.norm_offset};
   }
 
-  // v's head with zeros behind it where it is smaller than k's.
+  // v's head, followed by zeros if it is smaller than k's.
   const T* value(int64_t t, int h, T* head) const {
     const T* v = v_.at(t, h);
     if (value_size_ == layer_.head_dim) return v;

@@ -5,8 +5,8 @@
 
 namespace quire::QUIRE_ISA {
 
-// The sum of map(x): of each sixteenth element in runs of 64, run after run, and of what is left
-// behind the last one.
+// The sum of map(x): of each sixteenth element in runs of 64, run after run, and of the elements
+// after the last run.
 template <typename T, typename F>
 inline float sum_row(const T* x, int64_t size, F&& map) {
   vf sums[4] = {}, rest{};

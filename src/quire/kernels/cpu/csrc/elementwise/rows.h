@@ -65,7 +65,7 @@ inline Rows<T> rows_of_out(const Op& op) {
   return {static_cast<T*>(op.out), op.out_stride, op.out_head_stride};
 }
 
-// How many of M tokens with `width` elements each are a thread's chunk.
+// Number of tokens in a thread's chunk, of M tokens with `width` elements each.
 inline int64_t chunk_of(int64_t M, int64_t width) {
   return M * width <= kSerialElements ? M : kSerialElements / (2 * width) + 1;
 }

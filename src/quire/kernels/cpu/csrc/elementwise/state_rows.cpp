@@ -1,7 +1,7 @@
-// What layers with states or latents compute between their linears.
+// The operations of layers with states or latents between their linears.
 //
-// Roundings are those of kernels/gated_rms_norm.py, delta_gates.py and join_turned.py; see also
-// rows.h. Legend: see abi.h.
+// Rounds as kernels/gated_rms_norm.py, delta_gates.py and join_turned.py; see also rows.h. Legend:
+// see abi.h.
 #include <cstring>
 
 #include "kernels_isa.h"
@@ -58,7 +58,7 @@ class TurnedTail {
 
   int64_t scratch_bytes() const { return op_.second_size * sizeof(float); }
 
-  // turns: scratch of so many bytes.
+  // turns: scratch memory; the caller knows its size.
   void token(int64_t t, float* turns) const {
     const int R = int(op_.second_size);
     round_turns<T>(op_.rotary->table + step_.positions[t] * R, R, turns);

@@ -15,7 +15,7 @@ constexpr float kRenormalizationEps = 1e-20f;
 // About 10 us of work.
 constexpr int64_t kTokensPerTask = 8;
 
-// x[0, n) with n a multiple of kLanes; what is behind the last number must be minus infinity.
+// x[0, n) with n a multiple of kLanes; the entries after the last number must be minus infinity.
 void softmax(float* x, int64_t n) {
   float largest = x[0];
   for (int64_t i = 1; i < n; ++i) largest = x[i] > largest ? x[i] : largest;
@@ -42,7 +42,7 @@ int32_t take_largest(const float* x, int64_t n, uint8_t* taken) {
   return best;
 }
 
-// One token's arrays, of which each has room for whole registers.
+// One token's arrays. Each has room for whole registers.
 struct TokenChoice {
   const RouterLayer& router;
   float* scores;   // [E]

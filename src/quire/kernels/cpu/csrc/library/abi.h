@@ -11,7 +11,7 @@ namespace quire {
 
 enum DType : int32_t { kF32 = 0, kBF16 = 1 };
 
-// How K and V are stored: in the model's dtype, or as codes with a scale for each token and head.
+// K and V are stored in the model's dtype, or as codes with a scale for each token and head.
 enum KVFormat : int32_t { kPlainKV = 0, kInt8KV = 1 };
 
 enum WeightLayout : int32_t {
@@ -23,7 +23,7 @@ enum WeightLayout : int32_t {
   kFloat8 = 5,
 };
 
-// What becomes of a linear's result before it is stored.
+// The operation on a linear's result before it is stored.
 enum Epilogue : int32_t {
   kStore = 0,
   kAddResidual = 1,  // out = out + result: the residual stream is updated in place
@@ -95,7 +95,7 @@ inline int32_t output_dim(const AttentionLayer& layer) {
   return layer.v_head_dim != 0 ? layer.v_head_dim : layer.head_dim;
 }
 
-// Where one KV group's memory lies in a step.
+// The memory of one KV group in a step.
 struct KVGroupStep {
   const int32_t* block_tables;  // [rows, table_stride]
   int64_t table_stride;         // in entries
@@ -126,8 +126,8 @@ struct Step {
   const int64_t* rows;          // [S] rows of the block tables
   const KVGroupStep* groups;
   const SharedRun* shared_runs;
-  const int32_t* visible_ends;  // [T], ascending in a sequence: positions behind a query's last key
-                                // in layers that see ahead; null: behind its own token
+  const int32_t* visible_ends;  // [T], ascending in a sequence: positions after a query's last key
+                                // in layers that see ahead; null: after its own token
 };
 
 // The rotation of q and k, and what precedes it.
@@ -141,7 +141,7 @@ struct Rotary {
   float norm_offset;
 };
 
-// How one line of logits becomes a token; see quire/sampling/choice.py.
+// The options by which one line of logits becomes a token; see quire/sampling/choice.py.
 struct SampleRow {
   uint64_t stream;    // seed and branch
   int64_t position;   // of the token to choose

@@ -9,7 +9,7 @@
 
 namespace quire {
 
-// The bits of Linux's <asm/hwcap.h>, of which old headers lack the last two.
+// Bits of Linux's <asm/hwcap.h>. Old headers lack the last two.
 static constexpr unsigned long kHwcapAtomics = 1ul << 8, kHwcapDotProd = 1ul << 20;
 static constexpr unsigned long kHwcap2I8mm = 1ul << 13, kHwcap2Bf16 = 1ul << 14;
 

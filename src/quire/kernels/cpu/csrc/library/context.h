@@ -1,4 +1,4 @@
-// What a caller of the library holds: kernels of an instruction set, and threads.
+// The context of a caller of the library: kernels of an instruction set, and threads.
 #pragma once
 #include "library/kernels.h"
 #include "threads/pool.h"

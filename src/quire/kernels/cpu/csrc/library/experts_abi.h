@@ -6,7 +6,7 @@
 
 namespace quire {
 
-// How logits become scores; kernels/routing.py has the formulas.
+// The function that turns logits into scores; kernels/routing.py has the formulas.
 enum Scoring : int32_t { kSoftmax = 0, kSigmoid = 1, kSoftmaxOfChosen = 2 };
 
 struct RouterLayer {
@@ -44,7 +44,7 @@ struct ExpertsLayer {
   const Weights* const* down;     // [E], [H, F] each
 };
 
-// Products of the same rows of which each linear has columns of its own, side by side.
+// Linears that read different columns of the same rows, side by side.
 struct LinearsByHead {
   int32_t num_heads;
   int32_t reserved;

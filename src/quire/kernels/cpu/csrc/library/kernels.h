@@ -78,8 +78,8 @@ struct Kernels {
   // the one that has it.
   void (*sample)(Pool&, const float* logits, int64_t ld, int64_t V, const SampleRow*, int64_t R,
                  int64_t* token_ids, float* largest);
-  // The same under masks, which are applied to the logits in place as `forbid` does: that of line
-  // i is words[masks[i]], -1: it has none. raw_largest: of the lines as they were before.
+  // The same under masks, which are applied to the logits in place, as `forbid` does. Line i has
+  // the mask words[masks[i]]; -1: none. raw_largest: the largest logits before the masks.
   void (*sample_allowed)(Pool&, float* logits, int64_t ld, int64_t V, const SampleRow*,
                          const int64_t* masks, const uint32_t* words, int64_t width, int64_t R,
                          int64_t* token_ids, float* largest, float* raw_largest);
@@ -95,8 +95,8 @@ struct Kernels {
   void (*token_logprobs)(Pool&, const float* logits, int64_t ld, int64_t V, const LogprobRow*,
                          int64_t R, int64_t width, float* logprobs, int64_t* tokens);
 
-  // gated_delta.cpp, mamba2.cpp, short_conv.cpp: the step's tokens through one layer's states, which
-  // are read from their pages and written back. Tokens behind the last sequence's are left out.
+  // gated_delta.cpp, mamba2.cpp, short_conv.cpp: the step's tokens through one layer's states,
+  // which are read from their pages and written back. Tokens after the last sequence are ignored.
   void (*gated_delta)(Pool&, const StateLayer&, const StateStep&, const GatedDelta&);
   void (*mamba2)(Pool&, const StateLayer&, const StateStep&, const Mamba2&);
   void (*short_conv)(Pool&, const StateLayer&, const StateStep&, const ShortConv&);
@@ -112,8 +112,8 @@ struct Kernels {
   // routing [M, ldr] as `route` leaves it.
   void (*experts)(Pool&, const ExpertsLayer&, DType, const void* x, int64_t ldx,
                   const RoutingWord* routing, int64_t ldr, int64_t M, void* out, int64_t ldo);
-  // out [M, ldo] in T: head h's columns, from h * head_ldo on, are its linear's product of those of
-  // x [M, ldx] from h * head_ldx on.
+  // out [M, ldo] in T: head h's columns from h * head_ldo on are the product of its linear with x's
+  // columns from h * head_ldx on; x is [M, ldx].
   void (*linears_by_head)(Pool&, const LinearsByHead&, DType, const void* x, int64_t ldx,
                           int64_t head_ldx, int64_t M, void* out, int64_t ldo, int64_t head_ldo);
 };

@@ -36,7 +36,7 @@ enum OpKind : int32_t {
   kOpScaleColumns = 24,  // out = in * weight
 };
 
-// What is computed of each element by itself.
+// Functions of single elements.
 enum ActivationKind : int32_t {
   kActSilu = 0,
   kActGelu = 1,
@@ -47,7 +47,7 @@ enum ActivationKind : int32_t {
   kActIdentity = 6,
 };
 
-// How an operation moves the states of a recurrent layer.
+// The call by which an operation updates the states of a recurrent layer.
 struct StateCall {
   const StateLayer* layer;
   const StateStep* step;

@@ -5,7 +5,7 @@
 namespace quire {
 namespace {
 
-// `count` numbers of the operation's dtype behind in.
+// The address `count` numbers of the operation's dtype after in.
 const void* behind(const Op& op, int64_t count) {
   return static_cast<const char*>(op.in) + count * (op.dtype == kF32 ? 4 : 2);
 }

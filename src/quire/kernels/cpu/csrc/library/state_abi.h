@@ -2,14 +2,14 @@
 //
 // Legend: T tokens of the step, S sequences of the step, Hk key heads, Hv value heads, dk and dv
 // their sizes, H heads of Mamba-2, P their size, N state size, G groups, C channels, W width.
-// Strides of tensors are in elements from a token to the next; what is behind a token is dense.
+// Strides of tensors are in elements from a token to the next; the elements of a token are dense.
 #pragma once
 #include <cstdint>
 
 namespace quire {
 
-// Where one layer's states lie: unit u of a row in entry (first_unit + u) / units_per_page of its
-// line of the table, at byte ((first_unit + u) % units_per_page) * unit_bytes of that page.
+// The places of one layer's states: unit u of a row is in entry (first_unit + u) / units_per_page
+// of its line of the table, at byte ((first_unit + u) % units_per_page) * unit_bytes of that page.
 struct StateLayer {
   int32_t group;  // index into StateStep::tables
   int32_t first_unit;
@@ -32,8 +32,8 @@ struct StateStep {
   const int32_t* query_start;   // [S + 1]
   const int32_t* context_lens;  // [S]
   const int64_t* rows;          // [S] rows of the tables
-  // [S]: of a sequence's tokens so many at their end are drafts, behind which no state is stored;
-  // null: none.
+  // [S]: the number of drafts at the end of a sequence's tokens. No state is stored after a draft;
+  // null: no drafts.
   const int32_t* num_drafts;
   const StateTable* tables;
 };

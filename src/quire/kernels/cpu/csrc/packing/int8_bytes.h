@@ -1,4 +1,4 @@
-// Where the bytes of kInt8 lie, for those who store them.
+// The places of the bytes of kInt8, for the functions that store them.
 #pragma once
 #include <cstring>
 

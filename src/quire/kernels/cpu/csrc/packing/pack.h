@@ -6,10 +6,10 @@
 
 namespace quire {
 
-// Of Weights::weights for this format, N, K, group_size and interleave; a multiple of 64.
+// Bytes of Weights::weights for this format, N, K, group_size and interleave; a multiple of 64.
 int64_t packed_bytes(const Weights&);
 
-// How many floats Weights::scales has; 0 for dense formats.
+// Number of floats of Weights::scales; 0 for dense formats.
 int64_t num_scales(const Weights&);
 
 // Quantizes if the format says so, and stores outputs [first, first + num_rows) of the linear,
@@ -33,11 +33,11 @@ bool pack_blocks(const Weights&, int32_t type, const uint8_t* rows, int64_t row_
 // Stores the weights of the wide inputs of a kBlockQuantized linear, which has been packed.
 void pack_wide(const Weights&);
 
-// Codes a byte each, from words [num_rows, num_columns] of several, `ld` words from a row to the
-// next. width: 4 or 8. order: null: a word has 32 / width inputs of an output, from the lowest bits
-// up, and codes are [num_columns, num_rows * 32 / width]; else width is 4, num_rows a multiple of
-// 8, a word has eight outputs of an input, of which output order[i] has the i-th lowest bits, and
-// codes are [num_columns * 8, num_rows].
+// Unpacks words [num_rows, num_columns] of several codes into codes of a byte each. `ld` words from
+// a row to the next; width: 4 or 8. order: null: a word has 32 / width inputs of an output, from
+// the lowest bits up, and codes are [num_columns, num_rows * 32 / width]; otherwise width is 4,
+// num_rows a multiple of 8, a word has eight outputs of an input (output order[i] in the i-th
+// lowest bits), and codes are [num_columns * 8, num_rows].
 void unpack_words(const uint32_t* words, int64_t ld, int64_t num_rows, int64_t num_columns,
                   int32_t width, const int32_t* order, uint8_t* codes);
 

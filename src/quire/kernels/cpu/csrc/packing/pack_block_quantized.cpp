@@ -139,7 +139,7 @@ class OutputReader {
     }
   }
 
-  // Of one input.
+  // The weight of one input.
   float weight_at(int64_t k) const {
     const uint8_t* stretch = unit_ + k / layout_.inputs * layout_.bytes;
     const int64_t within = k % layout_.inputs;

@@ -12,7 +12,7 @@
 namespace quire {
 namespace {
 
-// Of input 0; float8_offset has those of the others.
+// The place of the code of input 0; float8_offset has the offsets of other inputs.
 uint8_t* output_codes(const Weights& linear, int64_t position) {
   return static_cast<uint8_t*>(const_cast<void*>(linear.weights)) +
          position / kPanelOutputs * float8_panel_bytes(linear) + position % kPanelOutputs * 4;

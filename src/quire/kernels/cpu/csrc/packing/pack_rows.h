@@ -1,4 +1,4 @@
-// What packers of rounded weights share.
+// Functions that all packers of rounded weights use.
 #pragma once
 #include <cstdint>
 #include <cstring>

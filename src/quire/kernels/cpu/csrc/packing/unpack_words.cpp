@@ -52,8 +52,8 @@ void unpack_inputs(const uint32_t* words, int64_t ld, int64_t num_words, int32_t
   }
 }
 
-// Two words side by side have sixteen outputs of one input: `num_inputs`, a multiple of 8, of two
-// columns of the tile, of which num_words count. K: from an output's codes to the next one's.
+// Two words side by side have sixteen outputs of one input. Unpacks `num_inputs` inputs, a multiple
+// of 8, of num_words columns of the tile (1 or 2). K: from an output's codes to the next output's.
 void unpack_outputs(const uint32_t* columns, int64_t num_words, int64_t num_inputs,
                     const int32_t* order, int64_t K, uint8_t* codes) {
   for (int64_t k = 0; k < num_inputs; k += 8) {
@@ -86,7 +86,7 @@ void unpack_words(const uint32_t* words, int64_t ld, int64_t num_rows, int64_t n
           unpack_inputs(from + i, ld, rows, width, codes + (column + i) * K + row * in_word);
         continue;
       }
-      // Rows of a tensor may be multiples of 4 KiB apart, of which a cache holds few.
+      // Rows of a tensor may be multiples of 4 KiB apart, and a cache holds few such lines.
       uint32_t tile[kTileInputs * kTileWords] = {};
       for (int64_t i = 0; i < rows; ++i)
         std::memcpy(tile + i * kTileWords, from + i * ld, size_t(columns) * 4);

@@ -69,14 +69,14 @@ inline void read_columns(const Columns<V>& columns, const float* k, int64_t dk, 
   for (int v = 0; v < V; ++v) read[v] = even[v] + odd[v];
 }
 
-// Of one token: S = decay S + k delta^T, o = S^T q; and what the next token reads, if there is one.
-// The last token fetches the odd rows of the next columns.
+// The update by one token: S = decay S + k delta^T, o = S^T q, and S^T next_k for the next token,
+// if there is one. The last token prefetches the odd rows of the next columns.
 template <int V>
 struct Update {
   const Columns<V>& columns;
   const float* q;
   const float* k;
-  const float* next_k;  // behind the last token: not read
+  const float* next_k;  // after the last token: not read
   part decay;
   part delta[V];
 

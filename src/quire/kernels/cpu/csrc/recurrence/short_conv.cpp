@@ -14,9 +14,9 @@ constexpr int64_t kUnitChannels = 64;
 constexpr int64_t kUnitsPerTask = 8;
 constexpr int64_t kBlockTokens = 32;  // of a task's channels: they stay in the first cache
 
-// What inputs are multiplied by, in fp32; behind the last channel it may be anything.
+// The factors of inputs, in fp32; after the last channel they may be anything.
 struct Taps {
-  float* taps;  // [W][stride], that of the oldest input first
+  float* taps;  // [W][stride], the oldest input's first
   float* bias;  // [stride]
   int64_t stride;
 };
@@ -37,7 +37,7 @@ inline void store_some(T* x, part y, int count) {
 inline float as_float(float x) { return x; }
 inline float as_float(uint16_t bits) { return to_float(bits); }
 
-// Of channels [first, end).
+// Prepares the taps of channels [first, end).
 template <int W, typename V>
 void prepare_taps(const ShortConv& call, int64_t first, int64_t end, const Taps& to) {
   const V* weight = static_cast<const V*>(call.weight);
@@ -49,8 +49,8 @@ void prepare_taps(const ShortConv& call, int64_t first, int64_t end, const Taps&
   for (int64_t c = first; c < end; ++c) to.bias[c] = bias ? as_float(bias[c]) : 0.0f;
 }
 
-// y / (1 + e^-y). The exponential is that of simd.h without its ends: above 87 the result is y, and
-// below -88 that of -88, which is zero but for 5e-37. NaN stays NaN: max gives its second argument.
+// y / (1 + e^-y). The exponential is as in simd.h, without limits: above 87 the result is y, and
+// below -88 it is that at -88, zero but for 5e-37. NaN stays NaN: max gives its second argument.
 inline part silu(part y) {
   const part low = max(splat_part(-88.0f), y), x = max(-low, splat_part(-87.0f));
   const part shifted = fma(x, splat_part(1.44269504088896341f), splat_part(12582912.0f));
@@ -77,7 +77,7 @@ inline void move_lanes(const StateLayer& layer, const ShortConv& call, const Tap
                        int64_t channel, int count) {
   const T* x = static_cast<const T*>(call.x) + channel;
   T* out = static_cast<T*>(call.out) + channel;
-  part taps[W], last[W];  // of inputs the oldest first, the token's own behind
+  part taps[W], last[W];  // inputs, the oldest first, the token's own last
   for (int i = 0; i < W; ++i) taps[i] = load_part(from.taps + i * from.stride + channel);
   const part bias = load_part(from.bias + channel);
   for (const Piece& piece : pieces) {

@@ -1,4 +1,4 @@
-// Where states lie, and how a step is cut in pieces for the recurrent kernels.
+// Finds the states, and cuts a step into pieces for the recurrent kernels.
 //
 // States move token by token and each element in one fixed order of operations, so that no result
 // depends on how a prompt was cut in chunks, on other sequences or on the number of threads. Units
@@ -31,7 +31,7 @@ struct Piece {
   bool is_fresh;          // the state before is zeros
 };
 
-// Where a unit lies, whatever the row: in that entry of its line, behind so many bytes.
+// The place of a unit, the same for each row: an entry of the row's line, and an offset in bytes.
 struct UnitPlace {
   int64_t entry;
   int64_t offset;
@@ -64,7 +64,7 @@ inline int64_t find_pieces(const StateLayer& layer, const StateStep& step, int64
 }
 
 // The end of a chunk that begins with token `first`. It is not between two drafts of a sequence,
-// because the state behind the first of them would be lost.
+// because the state after the first of them would be lost.
 inline int64_t chunk_end(const StateStep& step, int64_t first) {
   const int64_t end = smaller(step.query_start[step.num_sequences], first + kChunkTokens);
   if (step.num_drafts == nullptr) return end;
@@ -90,7 +90,7 @@ inline void widen_row(const T* x, int64_t size, float* out) {
   if (i < size) store_n(out + i, load_n(x + i, int(size - i)), int(size - i));
 }
 
-// What a chunk's tokens bring to the heads, in fp32.
+// The inputs of the heads from a chunk's tokens, in fp32.
 struct Prepared {
   float* vectors;  // [groups][tokens][2][size]: q and k, or B and C
   float* gates;    // [heads][tokens][2]: decay, and beta or dt
@@ -117,7 +117,7 @@ struct Heads {
   T* out;  // dense
 };
 
-// Of some columns of a head, the tokens of a piece.
+// The tokens of a piece, for some columns of a head.
 template <typename T>
 struct HeadTokens {
   const float* vectors;  // [tokens][2][size]
@@ -168,7 +168,7 @@ struct UnitOrder {
   const Piece* pieces;
   int64_t count;  // of units
 
-  // A column of a unit or of one behind it; of those behind the last unit: in that.
+  // A column of a unit or of a later one. Columns after the last unit are found in that unit.
   float* at(int64_t unit, int64_t column) const {
     const int64_t index = smaller(unit + column / kLanes, count - 1);
     const auto from = uint32_t(index), per_piece = uint32_t(layer.num_units);

@@ -30,12 +30,12 @@ inline part rounded_within(part x, float high) {
   return min(max(x, part{}), all(high)) + kRound - kRound;
 }
 
-// Of each lane's group: w ~ scale * q - offset.
+// The fit of each lane's group: w ~ scale * q - offset.
 struct Fit {
   part scale, offset, error;
 };
 
-// A group of each of some outputs. weights: [size][16], those of an output in one lane.
+// One group of each of up to sixteen outputs. weights: [size][16], an output in each lane.
 struct Groups {
   const float* weights;
   int64_t size;
@@ -135,7 +135,7 @@ struct Outputs {
         levels(num_groups * group / 8 * kLanes),
         wide(kLanes * linear.num_wide) {}
 
-  // rows: `count` of K weights; the other lanes, and inputs behind K, stay zero.
+  // rows: `count` rows of K weights; the other lanes, and inputs after K, stay zero.
   void turn(const float* rows, int64_t ld, int64_t count, int64_t K) {
     for (int64_t lane = 0; lane < count; ++lane)
       for (int64_t k = 0; k < K; ++k) turned[k * kLanes + lane] = rows[lane * ld + k];

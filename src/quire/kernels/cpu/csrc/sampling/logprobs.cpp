@@ -1,8 +1,8 @@
 // Log-probabilities and ranks of tokens, and the k best tokens.
 //
-// They are those of a line's own distribution. Two passes over a line: the largest and best; then
-// the sum of e^(logit - largest), in fp32 over blocks of 1024 tokens and in fp64 over the blocks,
-// in one order however threads divide the line.
+// The distribution is the line's own. Two passes over a line: the largest and best logits; then the
+// sum of e^(logit - largest), in fp32 over blocks of 1024 tokens and in fp64 over the blocks, in
+// one order however threads divide the line.
 #include <cmath>
 
 #include "sampling/scan_logits.h"

@@ -23,7 +23,7 @@ constexpr uint64_t kMultiplier1 = 0x94D049BB133111EBu;
 constexpr double kLog2e = 1.4426950408889634;
 // Masses are counted in units of 2^-32 of the largest; below this x they are 0.
 constexpr float kNoMass = -22.25f;
-// Of the bounds' rounding in fp32; 5e-5 at most for tokens that can win.
+// Slack for the rounding of bounds in fp32, at most 5e-5 for tokens that can win.
 constexpr double kSlack = 1e-3;
 
 inline uint64_t mix(uint64_t z) {
@@ -65,7 +65,7 @@ struct Winner {
   int64_t token;
   double score;
 
-  // Of equal scores the lowest token wins.
+  // Among equal scores, the lowest token wins.
   void meet(int64_t other, double its_score) {
     if (its_score > score || (its_score == score && other < token)) *this = {other, its_score};
   }
@@ -75,7 +75,7 @@ struct Winner {
 // exponent's bias and the 31 bits of the uniform.
 inline part to_beat(double score) { return part{} + float(score * kLog2e - 158.0 - kSlack); }
 
-// What is hashed for every other token, from `first` on.
+// The counters that are hashed, for every other token from `first` on.
 inline part_u64 every_other(uint64_t first) {
   part_u64 counters;
   for (int lane = 0; lane < kPartLanes / 2; ++lane)
@@ -90,7 +90,7 @@ Winner race_range(const Race& race, float lowest, int64_t first, int64_t end, Wi
   part floor = to_beat(winner.score);
   for (int64_t t = first; t < end; t += kPartLanes, even += kPartLanes * kIncrement) {
     if (race.words && race.words[t / kWordTokens] == 0) continue;
-    // The high halves of even tokens' hashes move below those of odd ones: lane i is token t + i.
+    // An even token's high half moves below its odd neighbour's: lane i is token t + i.
     const part_u64 odd_high = mix_high(even + kIncrement) & 0xffffffff00000000u;
     const auto bits = (part_u32)(mix_high(even) >> 32 | odd_high);
     const part uniform = __builtin_convertvector((part_i32)(bits >> 1), part);    // times 2^31
@@ -158,7 +158,7 @@ inline double reduce_add(v8d x) {
   return sum;
 }
 
-// What tokens [first, end) that are left weigh, and those of them above x = won.
+// The weights of the remaining tokens in [first, end), and of those above x = won.
 Mass weigh_range(const Race& race, float won, int64_t first, int64_t end) {
   const float lowest = race.left > kNoMass ? race.left : kNoMass;
   // Dividing by the temperature takes longer than all else, and most tokens weigh nothing.
@@ -203,7 +203,7 @@ inline float next_up(float x) {
   return x;
 }
 
-// Of a line whose largest logit and best tokens were found.
+// Samples from a line whose largest logit and best tokens were found.
 template <typename Division>
 void sample_scanned(const Division& division, const LineMemory<Division>& memory,
                     const SampleRow& row, const float* line, const uint32_t* words,

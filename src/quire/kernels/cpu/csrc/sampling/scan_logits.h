@@ -41,7 +41,7 @@ inline part load_part(const float* p) {
   return x;
 }
 
-// A register of logits, or the n that are left of a line and impossible ones behind them.
+// A register of logits; at the end of a line, its last n and then impossible ones.
 inline part load_part(const float* p, int64_t n) {
   if (n >= kPartLanes) return load_part(p);
   float padded[kPartLanes];
@@ -49,7 +49,7 @@ inline part load_part(const float* p, int64_t n) {
   return load_part(padded);
 }
 
-// Sixteen logits, or the n that are left of a line and impossible ones behind them.
+// Sixteen logits; at the end of a line, its last n and then impossible ones.
 inline vf load_logits(const float* p, int64_t n) {
   if (n >= kLanes) return load(p);
   float padded[kLanes];
@@ -62,7 +62,7 @@ struct Largest {
   int64_t token = -1;  // the lowest of those with this value
 };
 
-// Of tokens [first, end); a NaN counts as the largest.
+// The largest logit of tokens [first, end); a NaN counts as the largest.
 inline Largest find_largest(const float* line, int64_t first, int64_t end) {
   constexpr int64_t kBlock = 64 * kLanes;
   float largest = line[first];
@@ -120,7 +120,7 @@ class BestTokens {
 
   int64_t size() const { return size_; }
   uint64_t operator[](int64_t i) const { return heap_[i]; }
-  // What a token must exceed to be taken, if its id is above all that came before.
+  // The logit that a token must exceed to be taken, if its id is above all earlier ids.
   float worst() const { return size_ < k_ ? kNever : logit(heap_[0]); }
 
   void add(uint64_t key) {
@@ -174,9 +174,8 @@ class BestTokens {
   int64_t size_;
 };
 
-// How the work on one line is divided: a thread takes the whole line, or all threads take ranges of
-// it. What is computed from the parts must not depend on which. run(f) calls
-// f(part, first token, end) for every part.
+// Divides the work on one line: a thread takes the whole line, or all threads take ranges of it.
+// The results must not depend on the choice. run(f) calls f(part, first token, end) for every part.
 struct WholeLine {
   Pool& pool;
   int thread;
@@ -204,7 +203,7 @@ struct LineInRanges {
   }
 };
 
-// What the parts of a line leave for each other: a cache line each, and k keys each.
+// Data that the parts of a line leave for each other: a cache line each, and k keys each.
 template <typename Division>
 class LineMemory {
  public:

@@ -11,7 +11,7 @@ constexpr int64_t kWordTokens = 32;
 
 static_assert(kRangeTokens % kWordTokens == 0 && kWordTokens == 2 * kLanes);
 
-// Of tokens [first, end), first a multiple of 32; bit t % 32 of words[t / 32] is token t's.
+// Masks tokens [first, end), first a multiple of 32; bit t % 32 of words[t / 32] is token t's.
 inline void forbid_range(float* line, const uint32_t* words, int64_t first, int64_t end) {
   for (int64_t t = first; t < end; t += kWordTokens) {
     const uint32_t word = words[t / kWordTokens];

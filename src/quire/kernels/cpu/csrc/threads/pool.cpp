@@ -18,10 +18,10 @@
 namespace quire {
 namespace {
 
-// How long a wait spins before it sleeps. Waking a sleeper takes 30 to 50 us and costs the waker 9
-// (two Zen 4 cores, virtual), so workers wait through the serial parts of a step and of the loop
-// around it. A worker that lost its processor to a neighbour spins just long enough for the end of
-// a region and the begin of the next: what it spins is taken from the share in which it could work.
+// The time that a wait spins before it sleeps. Waking a sleeper takes 30 to 50 us and costs the
+// waker 9 (two Zen 4 cores, virtual), so workers wait through the serial parts of a step and of the
+// loop around it. A worker that lost its processor to a neighbour spins just long enough to reach
+// from one region to the next, because spinning uses up its share of the processor.
 constexpr int64_t kWorkerSpinNs = 400'000;
 constexpr int64_t kPoliteSpinNs = 10'000;
 constexpr int64_t kLossNs = 1'000'000;     // a neighbour's slice; the system itself takes less
@@ -76,8 +76,7 @@ int current_processor() {
 #endif
 }
 
-// The thread may run where the caller may, except on this processor. Where that is refused, it
-// stays where it was.
+// Lets the thread run on the caller's processors except this one. No change if that is refused.
 void keep_off([[maybe_unused]] int processor, [[maybe_unused]] std::thread& thread) {
 #if defined(__linux__)
   cpu_set_t allowed;
@@ -88,7 +87,7 @@ void keep_off([[maybe_unused]] int processor, [[maybe_unused]] std::thread& thre
 #endif
 }
 
-// Look until it is true or the time is over, whichever is first; whether it is true.
+// Check repeatedly until it is true or the time is over. Returns whether it is true.
 template <typename F>
 bool spin(int64_t end_ns, F&& is_true) {
   do {
@@ -143,7 +142,7 @@ Pool::Pool(int num_threads)
   try {
     for (int thread = 1; thread < num_threads; ++thread)
       threads_.emplace_back([this, thread] { work(thread); });
-  } catch (...) {  // no memory, or the system's bound on threads: those that began have to end
+  } catch (...) {  // no memory, or the system's bound on threads: the started workers must end
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     stop();
     throw;
@@ -183,7 +182,7 @@ void Pool::run(int64_t num_tasks, TaskFunction function, void* context) {
   wait_for_tasks(count);
 }
 
-// For those that others have taken.
+// Waits for tasks that other threads have taken.
 void Pool::wait_for_tasks(int32_t count) {
   const auto is_done = [&] { return num_done_.load(std::memory_order_acquire) == count; };
   if (is_done() || spin(now_ns() + kCallerSpinNs, is_done)) return;
@@ -192,10 +191,10 @@ void Pool::wait_for_tasks(int32_t count) {
   caller_asleep_.store(false);
 }
 
-// The system likes to wake a worker where its waker runs, though there it takes the time of the one
-// thread that everything waits for, and leaves another processor to a neighbour (Linux 6.18: two
-// threads then got one processor's time, not one and a half). So workers may run where the caller
-// may, except where it is; the caller itself goes wherever the system sends it.
+// Linux tends to wake a worker on its waker's processor. There it takes time from the thread that
+// everything waits for, and leaves another processor to a neighbour (Linux 6.18: two threads then
+// got one processor's time, not one and a half). So workers may run on the caller's processors
+// except its current one; the caller itself goes wherever the system sends it.
 void Pool::leave_processor_to_caller() {
   const int processor = current_processor();
   if (processor == caller_processor_ || processor < 0) return;
@@ -206,8 +205,8 @@ void Pool::leave_processor_to_caller() {
   for (auto& thread : threads_) keep_off(processor, thread);
 }
 
-// What is left of the region is counted in the ticket itself, so that it can't be mixed up with
-// another region's; the region's other fields are read after a task was taken, and hold still then.
+// The ticket itself counts the region's remaining tasks, so another region's can't be taken
+// instead. The region's other fields are read after a task was taken, and don't change then.
 void Pool::take_tasks(uint32_t epoch, int thread) {
   uint64_t ticket = ticket_.load(std::memory_order_acquire);
   while (ticket >> 32 == epoch && uint32_t(ticket) != 0) {

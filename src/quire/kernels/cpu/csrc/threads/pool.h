@@ -1,10 +1,10 @@
 // The thread pool that runs all kernels.
 //
-// A region is a number of tasks; threads take the next one until none is left, so a thread that the
-// system runs seldom takes few. The caller works too, and waits for tasks that others took, never
-// for threads that took none: a busy neighbour on one processor costs what it takes. Waits spin for
-// a moment, since a decode step has a hundred regions of some 20 us, then sleep; an idle pool uses
-// no processor.
+// A region is a number of tasks; threads take the next task until none is left, so a thread that
+// the system runs seldom takes few. The caller works too, and waits for tasks that other threads
+// took, never for threads without tasks: a busy neighbour on one processor costs only its share.
+// Waits spin for a moment, since a decode step has a hundred regions of some 20 us, then sleep; an
+// idle pool uses no processor.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -38,10 +38,10 @@ class Pool {
     }, &f);
   }
 
-  // At least so many bytes, aligned to 64, kept by the pool and overwritten by the next user.
-  // Of one thread, for use within a task:
+  // At least num_bytes, aligned to 64, kept by the pool and overwritten by the next user.
+  // Memory of one thread, for use within a task:
   void* scratch(int thread, int64_t num_bytes);
-  // Of the caller, for what all tasks of a region read; a few slots, so that regions can nest data:
+  // Memory of the caller that all tasks of a region read. Nested data takes different slots:
   void* shared(int slot, int64_t num_bytes);
   static constexpr int kNumShared = 8;
 

@@ -1,9 +1,9 @@
 // Distributes many small items of work among threads, by work stealing.
 //
 // The items have a fixed order. Each thread begins with a run of its own and takes from its front,
-// so that it reads memory from first to last and knows what comes next; a thread that has none left
-// takes from the back of others' runs, so threads end together, and one that the system runs
-// seldom, or not at all, does not hold the others up.
+// so that it reads memory from first to last and knows what comes next. A thread without items
+// takes from the back of other runs. So threads end together, and a thread that the system runs
+// seldom, or not at all, delays no others.
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -1,7 +1,7 @@
 // Attention over int8 codes of K and V, and their writing.
 //
-// Tasks, tiles and merging are those of attention.cpp; the pages are quantized_page.h's, the
-// arithmetic is quantized_rows.h's.
+// Tasks, tiles and merging are as in attention.cpp. quantized_page.h has the layout of pages, and
+// quantized_rows.h the arithmetic.
 #include "attention/quantized/quantized.h"
 
 #include "attention/quantized/quantized_rows.h"

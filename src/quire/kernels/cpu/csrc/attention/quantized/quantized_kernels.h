@@ -3,8 +3,8 @@
 // Queries and weights (probabilities times the scales of V) are whole numbers of 16 bits, codes of
 // 8, and four products are added up in a lane at once. Sums are exact: they do not depend on their
 // order, nor on the instruction set. Where the processor multiplies bytes (VNNI), a number is two
-// digits, 256 * high + low, each of which is multiplied by the codes by itself; elsewhere codes are
-// widened to 16 bits.
+// digits, 256 * high + low, and each digit is multiplied by the codes separately; elsewhere codes
+// are widened to 16 bits.
 //
 //   queries   |q| <= 32639, so that high digits fit -128..127 where low ones are signed. Sums of
 //             D <= 512 products with |code| <= 127 are below 2^31. K is stored as code + 128;
@@ -168,7 +168,7 @@ inline void score_codes(const Packed* q, const PackedScale* query_scales, const 
                    query_scales[r], key_scales[c].parts[p]);
 }
 
-// Where attended values go, as ValueRows says; sums of integers are multiplied by factors[r] first.
+// ValueRows for sums of integers, which are first multiplied by factors[r].
 struct CodeRows {
   ValueRows to;
   const float* factors;

@@ -1,7 +1,7 @@
 // The layout of int8 codes of K and V in a layer's page, and how they are written.
 //
-// What codes and scales are says attention/quantized_kv.py; the bytes are the same here. Legend: B
-// block size, U = min(B, 16) tokens of a unit, D head size rounded up to a multiple of 4. A page is
+// attention/quantized_kv.py defines codes and scales; the bytes are the same here. Legend: B block
+// size, U = min(B, 16) tokens of a unit, D head size rounded up to a multiple of 4. A page is
 //
 //   [Hkv] heads, each [ K: B/U units | V: B/U units | scales of K: [B] bf16 | of V: [B] bf16 ]
 //
@@ -54,7 +54,7 @@ struct KVPages<uint8_t> {
     return head_of(block, head) + int64_t(offset >> unit_shift) * unit * head_dim;
   }
 
-  // The scale of K of a block's token; that of V is block_size further.
+  // K's scale of a block's token. V's scale is block_size entries further.
   uint16_t* key_scales(int64_t block, int head, int offset) const {
     return reinterpret_cast<uint16_t*>(head_of(block, head) + 2 * half_elements) + offset;
   }

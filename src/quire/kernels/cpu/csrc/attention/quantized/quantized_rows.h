@@ -64,8 +64,8 @@ PackedScale pack_query(const typename M::Element* q, int head_dim, int index, in
   return {is_finite ? factor : __builtin_nanf(""), 128 * sum_of(total)};
 }
 
-// Of the keys seen, probabilities times `scales`, those of V, take the place of scores. Returns the
-// sum of the probabilities, by lanes; `greatest` of the products is NaN where a scale is.
+// Replaces the scores of visible keys by probabilities times `scales`, V's scales. Returns the sum
+// of the probabilities, by lanes. `greatest`, the largest product, is NaN where a scale is.
 template <bool kFine>
 inline vf find_products(float* scores, const SeenPairs& seen, const float* scales, float peak,
                         float factor, float& greatest) {
@@ -91,7 +91,7 @@ inline vf find_products(float* scores, const SeenPairs& seen, const float* scale
   return sum;
 }
 
-// What weights of up to sixteen rows stand for, and what products are multiplied by for them.
+// The scales of up to sixteen rows' weights, and the factors for their products.
 struct WeightScales {
   alignas(64) float inverse[16];
   alignas(64) float factor[16];

@@ -8,7 +8,7 @@ namespace quire::QUIRE_ISA {
 
 constexpr int kMaxQuantizedDim = 512;
 
-// x [D] of type T, rotated; zeros behind it, up to a multiple of sixteen.
+// x [D] of type T, rotated, then zeros up to a multiple of sixteen.
 struct Rotated {
   alignas(64) float x[kMaxQuantizedDim];
 
@@ -22,7 +22,7 @@ struct Rotated {
   }
 
  private:
-  // Of 16 N elements, which stay in registers.
+  // Rotates 16 N elements, which stay in registers.
   template <int N, typename T>
   void rotate_all(const T* from) {
     vf y[N];
