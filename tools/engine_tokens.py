@@ -2,8 +2,8 @@
 
     python -m tools.engine_tokens [--kernels NAME] [--max-tokens N] [MODEL ...]
 
-Machines that compute alike print the same lines, but not for long texts: torch's cosines, of which
-the angles of positions are made, may differ in a last bit. MODEL is a folder or a GGUF file, whose
+Machines that compute alike print the same lines, but not for long texts: torch's cosines, from
+which rotary embeddings are made, may differ in a last bit. MODEL is a folder or a GGUF file, whose
 weights are used as they are; without one, the embedded model is run in each format. `tools.arm64
 --engine` compares an emulated processor with this machine.
 """
@@ -24,7 +24,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def continued(kernels: str, max_tokens: int, **options: Any) -> str:
-    """The numbers of the tokens behind PROMPT, the likeliest ones."""
+    """The ids of the likeliest tokens after PROMPT."""
     llm = LLM(kernels=kernels, max_model_len=128, max_num_seqs=2, **options)
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     return " ".join(map(str, llm.generate([PROMPT], params)[0].outputs[0].token_ids))

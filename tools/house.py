@@ -103,7 +103,7 @@ def imports(source: Source) -> Iterator[str]:
 
 
 def mutual_folders(sources: list[Source]) -> list[tuple[str, str]]:
-    """Pairs of folders, neither inside the other, of which each imports the other."""
+    """Pairs of separate folders with imports in both directions."""
     edges: dict[str, set[str]] = defaultdict(set)
     for source in sources:
         home = Path(source.path).relative_to("src/quire").parent.as_posix()

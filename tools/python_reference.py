@@ -215,7 +215,7 @@ def prose(docstring: str | None, names: Collection[str] = ()) -> str:
 
 
 def _with_entries(text: str, names: Collection[str]) -> str:
-    """A paragraph: what stands before its entries, a list of them, what stands behind."""
+    """A paragraph: the text before its entries, the entries, and the text after them."""
     starts = [
         found
         for found in ENTRY.finditer(text)

@@ -145,7 +145,7 @@ def forget(model: Path) -> None:
 
 
 def measure_round(options: dict[str, Any], folder: Path, *, is_cold: bool) -> dict[str, Any]:
-    """The time of reading, then that of loading."""
+    """The time of reading, then the time of loading."""
     if is_cold:
         forget(folder)
     reading_s = read(folder)

@@ -71,7 +71,7 @@ def _admit(memory: KVCacheManager, sequence: KVSequence) -> None:
 
 
 class Churn:
-    """Sequences that come and go in a memory of which half is held, fragmented to a level.
+    """Sequences that come and go in a memory that is half held, and fragmented to a level.
 
     level: the share of the free blocks that lie in holes of one block, too short for a sequence
     that needs adjacent ones: Linux's unusable free space index.

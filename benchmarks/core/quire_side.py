@@ -179,7 +179,7 @@ def compute_all(scheduler: Scheduler) -> None:
 
 
 def make_decoding(context: int) -> Scheduler:
-    """A scheduler whose sequences decode, over a pool of which hardly a block has no content."""
+    """A scheduler whose sequences decode, over a pool in which nearly all blocks have content."""
     num_blocks = num_pool_blocks(context)
     memory = make_memory(num_blocks)
     config = SchedulerConfig(NUM_SEQUENCES, num_blocks * BLOCK_SIZE)

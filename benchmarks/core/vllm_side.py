@@ -256,7 +256,7 @@ def compute_all(scheduler: Scheduler) -> None:
 
 
 def make_decoding(context: int) -> Scheduler:
-    """A scheduler whose requests decode, over a pool of which hardly a block has no content."""
+    """A scheduler whose requests decode, over a pool in which nearly all blocks have content."""
     num_blocks = num_pool_blocks(context)
     config = make_config(num_blocks * BLOCK_SIZE, num_blocks)
     scheduler = Scheduler(

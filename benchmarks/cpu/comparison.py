@@ -77,7 +77,7 @@ class Bench:
         return set(self.args.parts) - engine.skip
 
     def _measure_again(self, index: int) -> None:
-        """Once more the parts of which too few repetitions were quiet."""
+        """Repeat the parts that had too few quiet repetitions."""
         if all(map(is_loud, self.results.rooflines)):
             self._measure_roofline(index)
         for model in self.setup.models:

@@ -47,7 +47,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`rows` sequences of `context` tokens, of each of which the last `chunk` are computed."""
+    """`rows` sequences of `context` tokens. The last `chunk` tokens of each are computed."""
 
     spec: AttentionSpec
     context: int

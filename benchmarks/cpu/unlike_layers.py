@@ -5,8 +5,8 @@
 
 A load such as 16x8192 is 16 sequences with different random prompts of 8,192 tokens each. They are
 all given at once; when each has its first token, decode steps are timed, in turns with plain reads
-of a large array. Every load and engine is a process of its own, of which the peak of resident
-memory is known.
+of a large array. Every load and engine is a process of its own, whose peak of resident memory is
+known.
 
     decode floor    weights of a step, keys and values that its layers see (of a window: no more
                     than that), and states twice (read and written), over the bandwidth read before

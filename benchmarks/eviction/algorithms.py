@@ -149,9 +149,9 @@ class Ranked(Algorithm):
 class Belady(Ranked):
     """Foresees: evicts what is used again last (Belady, 1966).
 
-    A block's next use is never after that of the blocks behind it in its chain, so it evicts tails
-    before heads and no prefix has a gap. Blocks cost the same, all of a request are inserted: so
-    no order has more hits, except for what held blocks and coinciding arrivals distort.
+    A block's next use is never later than that of the blocks after it in its chain, so it evicts
+    tails before heads and no prefix has a gap. Blocks cost the same, all of a request are inserted:
+    so no order has more hits, except for what held blocks and coinciding arrivals distort.
     """
 
     def __init__(self, num_blocks: int, accesses: list[Access]) -> None:

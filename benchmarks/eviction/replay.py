@@ -96,7 +96,7 @@ def _start(access: Access, cache: Cache) -> int:
     while num_hits < len(access.block_ids) and access.block_ids[num_hits] in cache:
         num_hits += 1
     missing: list[int] = []
-    for key in access.block_ids:  # behind a gap what is cached is computed again, in its place
+    for key in access.block_ids:  # after a gap, cached blocks are computed again, in their places
         if key in cache:
             cache.hold(key)
         else:

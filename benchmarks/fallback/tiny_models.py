@@ -58,7 +58,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.0] * 5,
     },
     "longcat_flash": {"head_dim": 8},
-    # Its cache drops what is behind the window, and its masks don't.
+    # Its cache drops tokens before the window, but its masks show them.
     "moshi": {"sliding_window": 3000},
     "xmod": {"default_language": "en_XX"},
 }

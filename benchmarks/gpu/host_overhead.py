@@ -1,4 +1,4 @@
-"""The host's share of a step on a device: what has to hide behind the device's own time.
+"""The host's share of a step on a device, which should overlap with the device's own time.
 
     python -m benchmarks.gpu.host_overhead [--rows 64,256] [--out host.json] [--profile 40]
 

@@ -42,10 +42,10 @@ URIS = {
 
 SHARES = {"Ġ": 0.45, "ĉ": 0.01, "Ċ": 0.003, '"': 0.003, "": 0.534}
 """How the words of the synthetic vocabulary begin: near the shares in Llama 3's, of whose 128,256
-tokens 45% begin with a space and 0.3% with a quotation mark, behind which a string goes on."""
+tokens 45% begin with a space and 0.3% with a quotation mark, after which a string continues."""
 
 ENDINGS = ('"', ".", ",", ")", "(", ":", ";", "=", "/", ">", "]", "}", "'", "*")
-"""Of one word in ten; 0.7% of Llama 3's tokens have a quotation mark behind their first byte."""
+"""For one word in ten; 0.7% of Llama 3's tokens have a quotation mark after their first byte."""
 
 LETTERS = "etaoinshrdlucmfwypvbgkqjxz_-0123456789"
 CYRILLIC = [first + chr(second) for first in "ÐÑ" for second in range(0xAE, 0xC0)]

@@ -70,8 +70,8 @@ TOWERS = {
     "so400m-896": Size(1152, 4304, 27, 16, 14, 896),
     "pixtral-1540": Size(1024, 4096, 24, 16, 14, 1540, is_pixtral=True),
 }
-"""base is SmolVLM's encoder (93 million parameters); so400m that of Gemma 3 and Idefics 3; pixtral
-that of Mistral Small 3."""
+"""base is SmolVLM's encoder (93 million parameters); so400m the tower of Gemma 3 and Idefics 3;
+pixtral the tower of Mistral Small 3."""
 
 
 def save(size: Size, folder: Path) -> PreTrainedModel:

@@ -7,8 +7,8 @@ joins its libmtmd with a small interface in C. Both sides read one GGUF pair, wh
 writer makes, and get the same normalized pixels. The first table has the cosine of all embeddings
 of an image; the second has the median milliseconds of each.
 
-llama.cpp puts InternVL's class token behind the patches, but adds the learned positions in the
-order of the file, where the token's is the first. So it shifts the positions of all patches by one.
+llama.cpp puts InternVL's class token after the patches, but adds the learned positions in the order
+of the file, where the token's is the first. So it shifts the positions of all patches by one.
 "InternVL, rolled" gives llama.cpp a file whose first position is moved to the end.
 """
 
@@ -106,7 +106,7 @@ def build_shim(sources: Path, build: Path, folder: Path) -> ctypes.CDLL:
 
 @torch.no_grad()
 def roll_positions(model: PreTrainedModel) -> None:
-    """Move the learned position of the class token behind those of the patches."""
+    """Move the learned position of the class token after the positions of the patches."""
     table = model.model.vision_tower.embeddings.position_embeddings
     table.copy_(table.roll(-1, dims=1))
 

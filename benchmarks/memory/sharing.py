@@ -39,7 +39,7 @@ _BATCHED_TOKENS = Budget().max_num_batched_tokens
 # Enough that chance, which pairs prompts with outputs, moves the share by less than a point.
 _SIMULATED_PROMPTS = 600
 _SIMULATED_INTERVAL = 8
-_OFFSETS = 3  # a stream of random numbers beside those of `load`
+_OFFSETS = 3  # a stream of random numbers apart from that of `load`
 # Text that every machine has, and that the embedded model was trained on.
 _SOURCES: tuple[ModuleType, ...] = (
     argparse,

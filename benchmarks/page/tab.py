@@ -40,7 +40,7 @@ HAS_MODELS = "document.querySelector('#set-model option') !== null"
 
 
 class Load:
-    """Clients in a thread, each of which asks for one answer after the other."""
+    """Clients in a thread. Each asks for one answer after the other."""
 
     def __init__(self, server: Server, num_clients: int, tokens: tuple[int, int]) -> None:
         self._server, self._num_clients, self._tokens = server, num_clients, tokens

@@ -3,7 +3,7 @@
     python -m benchmarks.planning.disk [--model MODEL] [--prompts 24] [--turns 6] [--folder FOLDER]
 
 An engine whose KV cache holds four prompts serves all prompts three times, each time with another
-question behind it; so the second and third time they are loaded from the disk tier, which begins
+question after it; so the second and third time they are loaded from the disk tier, which begins
 empty. Another engine does the same without the tier. In each turn both serve the load, between
 measurements of steps, and of the folder's speed. The plan's prediction for each turn takes the
 speeds of that turn. Printed are medians over the turns, and for each quantity the median error of

@@ -2,10 +2,10 @@
 
     python -m benchmarks.server.http_cost --model FOLDER --batch 32 --out http_cost.json
 
-starts `quire serve` and sends it --batch requests at once, of which each is answered with exactly
---tokens tokens, in several forms (streamed completions, chat, with log-probabilities, whole). The
-figures are CPU times of the two processes, not the clock's, so the client that shares the cores
-adds nothing to them. "share" is the API server's part of both; "could carry" is what one API server
+starts `quire serve` and sends it --batch requests at once, each answered with exactly --tokens
+tokens, in several forms (streamed completions, chat, with log-probabilities, whole). The figures
+are CPU times of the two processes, not the clock's, so the client that shares the cores adds
+nothing to them. "share" is the API server's part of both; "could carry" is what one API server
 could pass on if it had a core for itself. The parts are timed alone, in this process: what they
 leave is the event loop, HTTP and the sockets. With --profile (and py-spy installed) the API server
 is also sampled while it streams.

@@ -68,7 +68,7 @@ class _TalkWriter:
         self.next_id = first_id
 
     def fresh(self, num_tokens: int) -> tuple[int, ...]:
-        """Ids of tokens behind all that there are."""
+        """Ids of tokens beyond the vocabulary."""
         ids = tuple(range(self.next_id, self.next_id + num_tokens))
         self.next_id += num_tokens
         self.ids += ids

@@ -51,7 +51,7 @@ class Wish(NamedTuple):
 def draw_crowd(
     rng: random.Random, num_requests: int, adapters: Sequence[LoRARequest]
 ) -> list[Wish]:
-    """Requests of which some have a prefix in common. Each has a seed of its own."""
+    """Requests. Some of them have a prefix in common. Each has a seed of its own."""
     shared = _tokens(rng, rng.randrange(10, 70))
     seeds = rng.sample(range(1 << 30), num_requests)
     crowd = []

@@ -131,7 +131,7 @@ class Liar:
         if way is Way.OF_ANOTHER:
             return list(lie.other[place : place + count])
         known = list(answer[place : place + count])
-        told = known + self._noise(count - len(known))  # behind the end come any tokens
+        told = known + self._noise(count - len(known))  # any tokens may follow the end
         if way is Way.WRONG_HERE_AND_THERE:
             return [token ^ (self._rng.random() < ERROR_RATE) for token in told]
         if way is Way.RIGHT_UNTIL_A_TURN:

@@ -1,8 +1,8 @@
 """Forces the outputs of an engine to known texts, as if its model were perfect.
 
 The model computes logits and the sampler samples as always. Then the sampled tokens are replaced by
-those of the known answers, behind drafts, too. So a step costs what it costs, and the tokens are
-those of a model that writes these texts.
+the tokens of the known answers, also after drafts. So a step costs what it costs, and the tokens
+are those of a model that writes these texts.
 """
 
 from collections.abc import Mapping, Sequence
