@@ -59,7 +59,7 @@ class DeviceNeeds:
     vocab_size: int
     #: The most log-probabilities per token that a request may ask for.
     max_logprobs: int
-    #: Bytes to reserve for CUDA graphs that are captured after the measurement, which includes the
+    #: Bytes to reserve for CUDA graphs that are captured later. The measurement includes only the
     #: graphs of the largest steps.
     graph_bytes: int = 0
     #: The weight format; None if the weights have the model's dtype.
@@ -141,8 +141,8 @@ def check_weights_fit(
 
 
 def graph_reserve_bytes(num_decode_graphs: int, num_mixed_graphs: int) -> int:
-    """Bytes to reserve for the graphs of decode steps and of mixed steps. One of the largest size
-    of each was measured already."""
+    """Bytes to reserve for the graphs of decode steps and of mixed steps, except for the largest
+    graph of each kind, which was measured already."""
     num_bytes = max(0, num_decode_graphs - 1) * GRAPH_BYTES
     return num_bytes + max(0, num_mixed_graphs - 1) * MIXED_GRAPH_BYTES
 

@@ -43,7 +43,7 @@ class VisionMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it, apart from the inputs of the requests that run."""
+        """All of it, except for the inputs of running requests."""
         return self.weight_bytes + self.embedding_bytes
 
     def of_rank(self, rank: int, num_ranks: int) -> "VisionMemory":

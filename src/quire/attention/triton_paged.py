@@ -73,7 +73,7 @@ MAX_HEAD_DIM = 256
 """The largest head size for which tiles of queries, outputs, K and V fit a program."""
 
 MAX_VALUE_DIM, MAX_LATENT_REST = 512, 64
-"""The largest numbers of elements of a latent layer's value, and of its key after the value."""
+"""Maximum elements of a latent layer's value, and of the rest of its key after the value."""
 
 MERGING_PROGRAMS = 32
 """The number of programs of one warp that a processor runs at a time."""
@@ -108,7 +108,7 @@ class _BoundLayer:
         return next((shape for shape in self.mixed if shape.rows >= wanted), self.mixed[-1])
 
     def shape_of(self, rows: int | None) -> AttendShape:
-        """The shape for mixed steps with tiles of `rows` rows; None means that for decoding."""
+        """The shape for mixed steps with tiles of `rows` rows; None: the shape for decoding."""
         return self.decode if rows is None else next(s for s in self.mixed if s.rows == rows)
 
 

@@ -80,7 +80,7 @@ def typed_words(words: Sequence[str], actions: Mapping[str, argparse.Action]) ->
 def told(message: str, parser: argparse.ArgumentParser, typed: Mapping[str, Typed]) -> str:
     """The message with flags in place of the fields that the parser's flags set.
 
-    `typed` says how options were given; of the other options, the parser's flag is named.
+    `typed` says how options were given; for other options, the parser's flag is named.
     """
     names = {
         action.dest: Typed(_flag(action))

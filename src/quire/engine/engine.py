@@ -54,10 +54,9 @@ STEP_FAILED = (
 )
 
 MOST_ENCODING_S = 0.1
-"""Maximum seconds of encoding contents between two steps, beyond one slice, since messages may
-wait."""
+"""Maximum seconds of encoding between two steps, plus one slice, since messages may wait."""
 
-# Ended requests whose prefix misses are remembered.
+# Number of ended requests whose prefix misses are remembered.
 NUM_REMEMBERED_MISSES = 1024
 
 logger: logging.Logger = get_logger(__name__)
@@ -317,7 +316,7 @@ class Engine:
             raise
         else:
             outputs = [] if landed is None else self._apply(*landed)
-        # With no step in flight and none possible, wait a little for what is awaited.
+        # If no step is in flight and none can start, wait briefly for grammars, tiers and items.
         if plan is None and launches and not self._in_flight:
             self.grammars.wait(self.scheduler.running)
             self.tier_work.wait()

@@ -104,7 +104,7 @@ class Utilization:
 
         The step could run from `launched_s` on. It ran for `device_s`; 0 if that was not measured.
         See `StepTiming` about `launching_s`. The work of the num_rejected drafts in `load` does not
-        count as useful, except for their attention, which is not known apart.
+        count as useful, except for their attention, which is not measured separately.
         """
         passed_s = now_s - self._until_s
         ran_s = device_s or max(0.0, now_s - max(launched_s, self._landed_s))

@@ -127,7 +127,7 @@ def _chosen(repository: Repository, choice: str | None, *, takes_images: bool) -
         logger.warning("%s is served in GGUF format, from %s%s", repository.name, files[0], others)
     if not files or not takes_images:
         return files
-    # An encoder that is in the cache goes first: of two in one folder, none would be taken.
+    # Prefer an encoder that is in the cache, since two encoders in one folder would not be used.
     snapshot = repository.snapshot()
     here = [name for name in repository.sizes if (snapshot / name).exists()]
     if encoder := choose_encoder(here, files[0]):
@@ -197,8 +197,8 @@ def _fetch_weights(
 
 
 def _cached_model(name: str, choice: str | None, revision: str | None, reason: Exception) -> Path:
-    """The path of a model in the cache, or else that of a Python package that holds it. `reason` is
-    the hub's error, which messages quote."""
+    """The path of a model in the cache, or else in a Python package that holds it. `reason` is the
+    hub's error, which messages quote."""
     snapshot = _cached_snapshot(name, revision)
     if snapshot is None and choice is None and revision is None:
         packaged = packaged_model(name)

@@ -64,8 +64,8 @@ class Operators:
         return rows[: len(token_ids)]
 
     def keep(self, x: torch.Tensor, rows: torch.Tensor, first: int) -> None:
-        """Copy x [T, D] into columns [first, first + D) of the first T of `rows`, which have one
-        row for each of the most tokens of a step."""
+        """Copy x [T, D] into columns [first, first + D) of the first T rows of `rows` [most tokens
+        of a step, any]."""
         rows[: len(x), first : first + x.shape[1]] = x
 
     def join(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

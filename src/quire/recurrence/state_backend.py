@@ -10,9 +10,8 @@ row lists these blocks. The units of all layers of a group are stored one after 
 A call reads the state after the row's computed tokens, computes the step's tokens in order, and
 overwrites the state. A sequence's first token starts from zeros and ignores the stored state.
 Drafts are computed, too, but the state that is stored is the one before them. The next step begins
-with this state, and computes the drafts that were accepted once more.
-States are updated token by token, so that results don't depend on the chunks of a prompt, on other
-sequences or on the number of threads.
+with this state, and computes accepted drafts again. States are updated token by token, so that
+results don't depend on the chunks of a prompt, on other sequences or on the number of threads.
 
 To add a backend, add a file here that implements `StateBackend`, and a line in `backends.py`.
 

@@ -35,8 +35,8 @@ from quire.runtime.token_pairs import TokenPairs
 from quire.sampling.host.draft_sampler import DraftSampler
 
 MOST_JOINED = 2
-"""Maximum number of tokens of a row in the run of all rows: those that verified drafts leave, and
-the last token. A row that misses more catches up in runs of its own before."""
+"""Maximum number of tokens of a row in the first run of all rows: an accepted last draft, which has
+no K and V, and the last token. A row that lacks more catches up in runs of its own before."""
 
 MEASURED_CHUNK = 64
 """The number of tokens of a measured chunk."""

@@ -139,7 +139,7 @@ def plan_layout(
     needs = PageNeeds(dict(ordered), states)
     # Then form the groups and choose the page size.
     groups = plan_groups(needs, block_size, typical_tokens)
-    # Last, place the layers of each group one after the other in its page on their side.
+    # Last, place the layers of each group one after the other in its page, on device or host.
     own_bytes = host_bytes = 0
     layer_places: dict[int, tuple[int, int]] = {}
     state_places: dict[int, StatePlace] = {}

@@ -148,7 +148,7 @@ class ServedModels:
         await asyncio.gather(*ending)
 
     async def wait_failed(self) -> QuireError:
-        """Wait until the only model has failed for good; of several models, each fails alone, so
+        """Wait until the only model has failed for good; each of several models fails alone, so
         this waits forever."""
         if self.room is None:
             return await self.default_service.engine.wait_failed()

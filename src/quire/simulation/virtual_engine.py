@@ -319,7 +319,7 @@ class VirtualEngine(Generic[T]):
         self._num_coming = count()
 
     def expect(self, at_s: float, arrival: T) -> None:
-        """Add an arrival; of two at one time, that which was added first comes first."""
+        """Add an arrival; among arrivals at one time, the first added comes first."""
         heapq.heappush(self._coming, (at_s, next(self._num_coming), arrival))
 
     def add(self, request: Request) -> None:

@@ -15,7 +15,7 @@ from quire.errors import EngineDeadError, InvalidRequestError
 PARTS = "stats,events,requests,memory,blocks"
 
 CONNECT_S = 10.0
-"""Seconds in which the server must accept a connection, and by which an event may be late."""
+"""Maximum seconds until the server accepts a connection, and by which an event may be late."""
 
 PAUSE_S = 1.0
 """Seconds between two attempts to connect."""
@@ -30,7 +30,7 @@ Change = dict[str, Any]
 class Feed:
     """The events of one server, in the order in which they arrived.
 
-    A context manager: a thread follows the server inside, and ends with its connection after it.
+    A context manager. A thread follows the server until the end of the `with` block.
     """
 
     def __init__(self, url: str, api_key: str | None, model: str | None, interval_s: float) -> None:

@@ -2,10 +2,10 @@
 
 A draft survives if it and all drafts before it are accepted. Then it saves its row a step. But a
 step with drafts takes longer. So drafts are taken in the order of their chances to survive, up to
-the number with the most tokens per second. These are the tokens that the decoding rows are expected
-to get, divided by the time that the cost model predicts. One row may get many drafts. A step of
-many rows already uses all of the processor. Then a draft costs nearly as much as a token, and few
-drafts or none are taken.
+the number that yields the most tokens per second. These are the tokens that the decoding rows are
+expected to get, divided by the time that the cost model predicts. One row may get many drafts. A
+step of many rows already uses all of the processor. Then a draft costs nearly as much as a token,
+and few drafts or none are taken.
 
 A model that drafts takes time, too. One run makes the next draft of all rows. The model may first
 have to catch up on a row. It stops after a draft with a low probability. So the time of a run, and

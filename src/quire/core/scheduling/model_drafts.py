@@ -59,7 +59,7 @@ class ModelDrafts:
     """Which rows the drafter may draft for, and what that takes."""
 
     def __init__(self, costs: DrafterCosts, max_len: int) -> None:
-        """`max_len` is the most tokens of a sequence for which the drafter can compute."""
+        """`max_len` is the maximum length of a sequence that the drafter can compute."""
         self.costs = costs
         self._max_len = max_len
         # Sequence -> (its num_admissions, the number of its tokens with the drafter's K and V).

@@ -202,8 +202,8 @@ class RunningSet:
     def free_adapter_slot(self, needy: Sequence, *, from_all: bool = False) -> None:
         """Let the adapter of a waiting sequence get a slot.
 
-        If all slots are in use, all sequences of one adapter are preempted, if `needy` outranks
-        them: the adapter is the one whose first-ranked sequence ranks last. from_all: ignore the
+        If all slots are in use, the adapters are ordered by their first-ranked sequences. All
+        sequences of the last adapter are preempted if `needy` outranks them. from_all: ignore the
         rank of `needy`.
         """
         if self.adapters.has_slot_for(needy.adapter):
@@ -389,8 +389,8 @@ class AppendSlots:
         self._num_lookahead_blocks = num_lookahead_blocks
 
     def make_writable(self, sequence: Sequence, step_id: int) -> bool:
-        """Get slots for one more token and for those that must be computed with it, in blocks that
-        belong to this sequence alone.
+        """Get slots for one more token and for all tokens that must be computed with it, in blocks
+        that belong to this sequence alone.
 
         Shared blocks are copied and full tables grow; if the pool is short, blocks are taken from
         lower-ranked sequences. Returns whether there are slots.
@@ -422,8 +422,8 @@ class AppendSlots:
         return False
 
     def append(self, sequence: Sequence, step_id: int) -> None:
-        """Add slots for the next token and for those that must be computed with it; the caller has
-        found the blocks.
+        """Add slots for the next token and for all tokens that must be computed with it; the caller
+        has found the blocks.
 
         Copies the shared parts of its last block and its state, and grows full tables.
         """

@@ -52,7 +52,7 @@ class IndexedRows(RowSelection):
 
 
 def _read(rows: ReadRows, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the wanted rows in pieces. A range with few wanted rows is halved, then each half."""
+    """Yield the wanted rows in pieces. A range with few wanted rows is halved recursively."""
     first, last = int(wanted.min()), int(wanted.max())
     if last - first < _MOST_READ_TOO_MUCH * len(wanted):
         with rows(range(first, last + 1)) as lent:

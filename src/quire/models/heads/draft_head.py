@@ -7,13 +7,13 @@ summarizes all tokens up to that one. There are two kinds of states:
 - of the target: `states_of` computes it from the hidden state that a step of the target computed;
 - of the head itself: the result of `forward`, from which the next token is drafted, too.
 
-So a head drafts token after token, from the target's last state on, each from the result before.
-Position 0 has no state before it; there the caller gives zeros.
+So a head drafts token after token: the first from the target's last state, each later one from the
+head's previous result. Position 0 has no state before it; there the caller gives zeros.
 
 Published heads store K and V of a token and a state under the state's position, i - 1. Here they
-are stored under the token's position, which is the same for rotary positions, whose scores depend
-on distances only. So the K and V of a block depend on the tokens of this block and those before it,
-and sequences with the same prefix can share them.
+are stored under the token's position. Scores stay the same, since they depend only on distances
+between rotary positions. So the K and V of a block depend on the tokens of this block and those
+before it, and sequences with the same prefix can share them.
 
 Shapes: T tokens of a step, R rows, H hidden size of the head, V vocabulary size of the target.
 """
@@ -74,8 +74,8 @@ class DraftHead(CausalLM):
             self.lm_head = lm_head
 
     def states_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's states [T, H], of its hidden states or the inputs of its `target_layers`
-        [T, input_size]. Zeros become zeros."""
+        """The target's states [T, H], computed from its hidden states, or from the inputs of its
+        `target_layers` [T, input_size]. Zeros become zeros."""
         return hidden
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(DecoderConfig):
-    """The config of a head. `vocab_size` is that of the target."""
+    """The config of a head. `vocab_size` is the target's."""
 
     #: Number of tokens that the head can draft.
     draft_vocab_size: int
@@ -133,7 +133,7 @@ class OwnVocabulary(Linear):
 
 
 class Eagle3Head(DraftHead):
-    """A head. It drafts from its residual stream, which is also its next state."""
+    """A head. Its hidden state for the next draft is its residual stream."""
 
     method = "eagle3"
 
@@ -214,7 +214,7 @@ def load_eagle3_config(folder: Path, target: ModelConfig) -> Eagle3Config:
     has_embedding = any(rename_eagle3(name) == "embed_tokens.weight" for name in files.names)
     # Then, check that the head fits the target.
     layers = config.target_layers
-    if layers is None:  # those of the paper's code
+    if layers is None:  # the layers in the paper's code
         count = target.num_layers
         layers = (2, count // 2, count - 3)
     if sorted(set(layers)) != list(layers) or not 0 <= layers[0] <= layers[-1] < target.num_layers:

@@ -1,7 +1,7 @@
 """The load of a server's engines, by which batches find rows that live calls leave free.
 
-Called by `background`. Of several models, the fewest rows and the most open generations count, so
-that batches leave rows free in each engine.
+Called by `background`. For several models, the smallest number of rows and the largest number of
+open generations count, so that batches leave rows free in each engine.
 """
 
 from quire.engine_client.fleet import EngineFleet

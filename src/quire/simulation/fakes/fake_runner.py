@@ -111,7 +111,7 @@ class FakeRunner:
         self.rows = FakeRows(groups, num_blocks, block_size, max_num_rows, max_num_tokens)
         self.history = self.rows.history
         self.store = FakeStore(self.history, len(groups), num_blocks, block_size)
-        # The slots of each block. HOLE_BLOCK, which is -1, finds the last line, of no block.
+        # The slots of each block. HOLE_BLOCK is -1 and finds the last line, that of no block.
         lines = np.append(np.arange(num_blocks), HOLE_BLOCK)
         self._slots_of = lines[:, None] * block_size + np.arange(block_size)
         self._has_states = any(group.kind is KVKind.STATE for group in groups)
@@ -321,7 +321,7 @@ class FakeRunner:
         failed: dict[int, str] = {}
         pooled: dict[int, bytes] = {}
         for sampler in step.sampling:
-            # First, sample. Also a failed row gets a token, which a step in flight may compute.
+            # First, sample. A failed row gets a token, too, since a step in flight may compute it.
             row, admission = sampler.row.number, sampler.row.admission
             sampled = sampled_tokens(self.model, sampler, step.masks.get(row))
             place = sampler.source.num_tokens + len(sampled) - 1

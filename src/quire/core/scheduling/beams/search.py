@@ -3,11 +3,11 @@
 Pure bookkeeping for one request: it gets each live beam's best continuations and returns the beams
 that follow. It uses no model, blocks or rows; `scheduling` calls it.
 
-The search is that of transformers 5 (`generate(num_beams=k, do_sample=False,
+The search equals that of transformers 5 (`generate(num_beams=k, do_sample=False,
 early_stopping=False)`), down to the rounding of scores to fp32:
 
     score of a live beam     sum of its log-probabilities
-    score of a hypothesis    that sum / num_generated_tokens ** length_penalty, its end token too
+    score of a hypothesis    that sum, end token included, / num_generated_tokens ** length_penalty
     a continuation ends      with an end token, or at the length limit
     it becomes a hypothesis  if it is among the beam_width best continuations of the step
     live beams               the beam_width best continuations that do not end
