@@ -198,8 +198,8 @@ inline void multiply_half(const typename M::Factor* factors, int64_t stride,
   forget_reads();
 }
 
-// scores[r, 16 c + lane] = sum over steps of q [steps][R] times units[c] [steps][16]. Fetches the
-// lines of ahead[c] meanwhile, where the rows are few and memory is what they wait for.
+// scores[r, 16 c + lane] = sum over steps of q [steps][R] times units[c] [steps][16]. With few
+// rows, which wait for memory, fetches the lines of ahead[c] meanwhile.
 template <typename M, int R, int C>
 inline void score_units(const typename M::Factor* q, const typename M::Element* const* units,
                         const typename M::Element* const* ahead, int num_steps, float* scores) {
@@ -252,10 +252,10 @@ struct ValueRows {
 };
 
 // rows[r][at + 16 c + lane] gets the sum over units [first, end) of probs [R][kProbStride] times
-// units[u] [16 / kDepth][D][kDepth]. kTail: only the first `num_lanes` dimensions exist. Where the
-// rows are few, ahead[u] .. of four units are fetched side by side, a quarter with each of units[u]
-// .. (four streams at once come faster than one after the other, by a fifth; Zen 4). The loop over
-// steps is not unrolled: GCC would move the prefetches of a unit to its front, 32 at once.
+// units[u] [16 / kDepth][D][kDepth]. kTail: only the first `num_lanes` dimensions exist. With few
+// rows, ahead[u] .. of four units are fetched side by side, a quarter with each of units[u] ..
+// (four streams at once are a fifth faster than one after the other; Zen 4). The loop over steps is
+// not unrolled: GCC would move the prefetches of a unit to its front, 32 at once.
 template <typename M, int R, int C, bool kTail>
 inline void add_values(const typename M::Factor* probs, const typename M::Element* const* units,
                        const typename M::Element* const* ahead, int first, int end, int head_dim,
@@ -322,7 +322,7 @@ inline void add_values(const typename M::Factor* probs, const typename M::Elemen
   }
 }
 
-// All dimensions: as many columns at once as there are registers for, what remains by halves.
+// All dimensions: as many columns at once as there are registers for, then the rest by halves.
 template <typename M, int R>
 inline void add_all_values(const typename M::Factor* probs, const typename M::Element* const* units,
                            const typename M::Element* const* ahead, int first, int end,

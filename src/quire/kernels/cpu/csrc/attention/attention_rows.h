@@ -1,7 +1,7 @@
 // Attention of rows of queries to tiles of keys.
 //
-// A row is one query head of one token; the rows of a block share a KV head. A record is what is
-// known of a row after some tiles, floats:
+// A row is one query head of one token; the rows of a block share a KV head. A record is the state
+// of a row after some tiles, in floats:
 //
 //   [Dp] acc: sum of p * value      p = 2^(score * factor - peak * factor), Dp: D rounded up to 16
 //   [16] sum of p, by lanes
@@ -53,7 +53,7 @@ struct RecordShape {
 struct MergeFactors {
   float keep[16], add[16];
 
-  // old_peaks become those after the merge. A row that sees nothing of the tile stays as it is.
+  // old_peaks become the peaks after the merge. A row that sees nothing of the tile stays as it is.
   void find(float* old_peaks, const float* new_peaks, float factor) {
     const vf before = load(old_peaks), now = load(new_peaks);
     const vf peak = max(before, now);
@@ -137,8 +137,8 @@ inline float greatest_score(const float* scores, const SeenPairs& seen) {
   }));
 }
 
-// Probabilities of the keys seen; of the others, in all pairs of units [first, end), 0. Returns
-// their sum by lanes.
+// Probabilities of visible keys, and 0 for the others in all pairs of units [first, end). Returns
+// the sum by lanes.
 template <typename M>
 inline vf find_probs(const float* scores, const SeenPairs& seen, int first, int end, float peak,
                      float factor, typename M::Factor* probs) {
@@ -281,8 +281,8 @@ NoScale pack_query(const typename M::Element* q, int head_dim, int index, int nu
   return {};
 }
 
-// A record becomes the result: out [size], and the natural log of the sum of exp(score). A sink is
-// one more score, with a value of 0.
+// Turns a record into the result: out [size], and the natural log of the sum of exp(score). A sink
+// is one more score, with a value of 0.
 template <typename T>
 void finish(float* record, const RecordShape& shape, const Softmax& softmax, const float* sink,
             int size, T* out, float* lse) {

@@ -69,8 +69,8 @@ struct Attention {
     float* own_records;  // of all tiles where the segment is whole
   };
 
-  // Pieces [first, end) one after the other. The tile that comes next is always found already, be
-  // it another piece's.
+  // Pieces [first, end) one after the other. The next tile is always found in advance, even if it
+  // belongs to another piece.
   void run_task(int first, int end, int thread) {
     const int64_t num_rows = tasks.most_rows, query_size = M::query_size(layer.head_dim);
     const int64_t edge_elements = Tile<Stored>::edge_elements(kv.unit, kv.head_dim);
@@ -177,8 +177,8 @@ struct Attention {
     if (!segment.run) give_back(segment.sequence, piece, rows.own_records);
   }
 
-  // A piece of a split sequence is done; the thread that finishes the last one merges its tiles, in
-  // memory for the records of one token.
+  // Called when a piece of a split sequence is done. The thread that finishes the last piece merges
+  // the tiles, in memory for the records of one token.
   void give_back(int s, const Piece& piece, float* room) {
     int32_t* left = tasks.tiles_left + s * layer.num_kv_heads + piece.head;
     const int32_t count = piece.end_tile - piece.first_tile;

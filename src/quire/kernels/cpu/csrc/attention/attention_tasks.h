@@ -140,8 +140,8 @@ class Tasks {
     return {first, end, first, first, is_narrow, false, 0};
   }
 
-  // The first of a run's tiles that is visible as a whole to all of its sequences; the end where
-  // there is none. Nested runs still follow each other without a gap.
+  // The first of a run's tiles that all of its sequences see completely; the end if there is none.
+  // Nested runs still follow each other without a gap.
   int first_visible_tile(const SharedRun& run) const {
     if (run.group != layer_.group) return run.end_tile;
     int low = run.first_tile * kTileTokens;
@@ -171,7 +171,7 @@ class Tasks {
     return segment;
   }
 
-  // Last blocks first: they see most.
+  // The last blocks come first, since they see the most keys.
   void add_wide(int s) {
     const int start = step_.query_start[s], end = step_.query_start[s + 1];
     for (int token = start + (end - start - 1) / block_tokens_ * block_tokens_; token >= start;
@@ -220,8 +220,8 @@ class Tasks {
     narrow_cost_ += segment.cost;
   }
 
-  // A piece for each block and head of wide ones; narrow ones in tasks of about the same cost, out
-  // of parts of one segment or of several whole ones.
+  // Wide segments: a piece for each block and head. Narrow segments: tasks of about the same cost,
+  // each a part of one segment or several whole segments.
   void cut(int num_wide, int num_threads) {
     for (int i = 0; i < num_wide; ++i)
       for (int head = 0; head < layer_.num_kv_heads; ++head) {
@@ -238,7 +238,7 @@ class Tasks {
     count_tiles();
   }
 
-  // room: what the last task still takes.
+  // room: the cost that the last task can still take.
   void cut_narrow(int index, int64_t task_cost, int64_t& room) {
     Segment& segment = segments[index];
     const int num_tiles = segment.end_tile - segment.first_tile;

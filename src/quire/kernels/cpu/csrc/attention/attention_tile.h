@@ -1,7 +1,7 @@
 // A tile: up to 256 keys of one KV head.
 //
 // It begins at an absolute position, and is found through the block table as units of sixteen
-// tokens. Keys that no row of the piece sees are not read, or are taken out.
+// tokens. Keys that no row of the piece sees are not read, or are masked.
 #pragma once
 #include "attention/attention_kernels.h"
 
@@ -91,7 +91,8 @@ struct Tile {
     if constexpr (kIsQuantized) find_scales(source);
   }
 
-  // Let this tile's reads fetch what follows, up to the values of `next`, or to its own if null.
+  // Lets this tile's reads prefetch the following units, up to the values of `next`, or its own
+  // values if null.
   void look_ahead(const Tile* next) {
     const int num_units = end_unit - first_unit;
     if (num_units == 0) return;
@@ -105,7 +106,8 @@ struct Tile {
       units[count++] = next->values[u];
     for (int u = 0; u < kTileUnits; ++u) next_keys[u] = next_values[u] = keys[u];
     for (int i = 0; i < num_units; ++i) {
-      // The first keys come while what was fetched with the last tile's values is still under way.
+      // The first keys are fetched while the units fetched with the last tile's values still
+      // arrive.
       if (i >= kBetween) next_keys[first_unit + i] = units[smaller(i + kAhead, count - 1)];
       const int later = num_units + i + kAhead + kBetween;
       next_values[first_unit + i] = units[smaller(later, count - 1)];
@@ -122,8 +124,9 @@ struct Tile {
         prefetch(unit + i * line);
   }
 
-  // Values of keys that no row sees may be anything, NaN too, which a probability of 0 does not
-  // cancel: put 0 there. Only the first and the last unit can have such keys. Codes are numbers.
+  // Values of keys that no row sees may be anything, also NaN, which a probability of 0 does not
+  // cancel: replaces them by 0. Only the first and the last unit can have such keys. Codes are
+  // numbers.
   void clear_edges(int head_dim) {
     if (kIsQuantized || joined || first_unit == end_unit) return;
     clear_edge(first_unit, head_dim, edges);
@@ -131,7 +134,7 @@ struct Tile {
   }
 
  private:
-  // Scales come in while the tile before this one is computed.
+  // Scales are fetched while the previous tile is computed.
   void find_scales(const KVSource<T>& source) {
     for (int u = first_unit; u < end_unit; ++u) {
       if (joined) {

@@ -11,8 +11,8 @@
 //   fp32    [D][U]          [U][D]
 //
 // so that a register holds sixteen tokens of K (scores of sixteen keys add up in one) and sixteen
-// dimensions of V, and in bf16 what vdpbf16ps adds up stands in pairs. D is even. Slots that were
-// never written may hold anything, NaN too.
+// dimensions of V, and in bf16 the numbers that vdpbf16ps adds up lie in pairs. D is even. Slots
+// that were never written may hold anything, NaN too.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -43,7 +43,7 @@ struct KVPages {
         block_shift(__builtin_ctz(unsigned(layer.block_size))),
         unit_shift(__builtin_ctz(unsigned(unit))) {}
 
-  // K of a block's token `offset`: the unit that it lies in. V of it is half_elements further.
+  // The unit of K with a block's token `offset`. The unit of V is half_elements further.
   T* key_unit(int64_t block, int head, int offset) const {
     T* page = reinterpret_cast<T*>(pages + block * page_stride);
     return page + head * head_elements + int64_t(offset >> unit_shift) * unit * head_dim;

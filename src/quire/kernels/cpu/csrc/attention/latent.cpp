@@ -46,7 +46,7 @@ constexpr int columns() {
 #endif
 }
 
-// Values of dimensions [at, at + width) of a record, and what the products need for them.
+// Values of dimensions [at, at + width) of a record, and the operands of their products.
 template <typename M>
 struct SliceWork {
   const typename M::Factor* slice;
@@ -90,7 +90,7 @@ void add_group(const SliceWork<M>& work, const typename M::Factor* probs, int fi
   }
 }
 
-// M: how is multiplied. T: what is stored.
+// M: the mode of multiplication. T: the stored type.
 template <typename M, typename T>
 struct LatentAttention {
   using Factor = typename M::Factor;
@@ -121,7 +121,7 @@ struct LatentAttention {
         pool.shared(1, tasks.num_records * shape.size * int64_t(sizeof(float))));
   }
 
-  // Threads take tasks in their order, so that the tile that comes next is known.
+  // Threads take tasks in their order, so that the next tile is known.
   void run() {
     Shares shares(pool, kSharesSlot, tasks.num_tasks);
     const int64_t count = tasks.num_tasks;
@@ -136,7 +136,7 @@ struct LatentAttention {
     if (tasks.num_records) merge_all();
   }
 
-  // Sixteen rows, and what is known of them in the tile at hand.
+  // Sixteen rows, with their data in the present tile.
   struct Group {
     SeenLanes seen;
     MergeFactors factors;
@@ -189,7 +189,7 @@ struct LatentAttention {
     return all;
   }
 
-  // While a tile is computed the next one is fetched, be it the following piece's.
+  // While a tile is computed, the next one is fetched, even if it belongs to the following piece.
   void attend_piece(int index, Worker& worker) {
     const Piece& piece = tasks.pieces[index];
     auto& [rows, tiles, fetched] = worker;
@@ -270,7 +270,7 @@ struct LatentAttention {
     return records + (tiles.first_record + place * num_heads + head) * shape.size;
   }
 
-  // next: what to fetch meanwhile, or null.
+  // next: the tile to fetch meanwhile, or null.
   void attend(Rows& rows, LatentTile<T>& tile, const LatentTile<T>* next) const {
     tile.resolve(pages, rows.tile_room);
     bool is_seen = false;
@@ -326,7 +326,7 @@ struct LatentAttention {
     }
   }
 
-  // From scores to probabilities; what records hold beside values is brought up to date.
+  // Turns scores into probabilities, and updates the records except for their values.
   void find_probs_of(Rows& rows, int g) const {
     auto& [seen, factors] = rows.groups[g];
     float* const* records = rows.records + 16 * g;

@@ -175,7 +175,7 @@ struct SeenLanes {
   vi low, high;
   int begin, end, begin_full, end_full;
 
-  // ranges: [count]. Lanes without a row are like the last one that there is.
+  // ranges: [count]. Lanes without a row repeat the last row.
   static SeenLanes of(const Range* ranges, int count, int position) {
     SeenLanes seen{{}, {}, kTileTokens, 0, 0, kTileTokens};
     for (int lane = 0; lane < 16; ++lane) {

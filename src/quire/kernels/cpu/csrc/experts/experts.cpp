@@ -118,7 +118,7 @@ class LayerRun {
       pairs_.groups[g].out = row(to, pairs_.firsts[g]);
     LinearCall call{pairs_.groups, pairs_.num_groups, dtype_, x_, ldx_, pairs_.offsets,
                     pairs_.count, dtype_, to.ld, epilogue};
-    if (num_tokens_ == 1) {  // whose row all experts read as it is
+    if (num_tokens_ == 1) {  // all experts read the only row as it is
       for (int64_t g = 0; g < pairs_.num_groups; ++g) pairs_.groups[g].first = 0;
       call.offsets = nullptr;
       call.M = 1;

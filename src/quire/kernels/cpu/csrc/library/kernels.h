@@ -62,7 +62,7 @@ struct Kernels {
   void (*activate)(Pool&, const Op&, int64_t M);
   void (*gate)(Pool&, const Op&, int64_t M);
   void (*soft_cap)(Pool&, const Op&, int64_t M);
-  // elementwise/state_rows.cpp: likewise; out may be in but in join_turned, or where it is fp32.
+  // elementwise/state_rows.cpp: likewise; out may be in, except in join_turned and if out is fp32.
   void (*join_turned)(Pool&, const Op&, const Step&);
   void (*gated_rms_norm)(Pool&, const Op&, int64_t M);
   void (*delta_decay)(Pool&, const Op&, int64_t M);
@@ -70,12 +70,12 @@ struct Kernels {
   void (*widen)(Pool&, const Op&, int64_t M);
   void (*scale_columns)(Pool&, const Op&, int64_t M);
 
-  // sample.cpp
-  // The lowest index of the largest of each line [R, ld] (a NaN counts as the largest), and it.
+  // sample.cpp The largest logit of each line [R, ld] and its lowest index; a NaN counts as the
+  // largest.
   void (*argmax)(Pool&, const float* logits, int64_t ld, int64_t R, int64_t V, int64_t* index,
                  float* largest);
-  // A token for each line [R, ld], and its largest logit. Where that is not finite, the token is
-  // the one that has it.
+  // A token for each line [R, ld], and the line's largest logit. If that is not finite, its token
+  // is returned.
   void (*sample)(Pool&, const float* logits, int64_t ld, int64_t V, const SampleRow*, int64_t R,
                  int64_t* token_ids, float* largest);
   // The same under masks, which are applied to the logits in place, as `forbid` does. Line i has
@@ -84,8 +84,8 @@ struct Kernels {
                          const int64_t* masks, const uint32_t* words, int64_t width, int64_t R,
                          int64_t* token_ids, float* largest, float* raw_largest);
 
-  // forbid.cpp: of N different lines of logits [ld], the tokens whose bit is not set in its mask,
-  // words [N, width], become impossible; bit t % 32 of word t / 32 is token t's.
+  // forbid.cpp: in N different lines of logits [ld], makes tokens impossible whose bit in the
+  // line's mask is not set. Masks are words [N, width]; bit t % 32 of word t / 32 is token t's.
   void (*forbid)(Pool&, float* logits, int64_t ld, int64_t V, const int64_t* lines,
                  const uint32_t* words, int64_t width, int64_t N);
 
@@ -104,8 +104,8 @@ struct Kernels {
   // xxh3.cpp: the 16 bytes of XXH3_128bits of more than 240 bytes, by one thread.
   void (*xxh3_128)(const uint8_t* input, int64_t num_bytes, uint8_t* digest);
 
-  // experts/route.cpp: logits [M, ldx] in dtype (T, or fp32) -> a token's K experts, from the one of
-  // the largest score on, then their weights, out [M, ldo].
+  // experts/route.cpp: logits [M, ldx] in dtype (T, or fp32) -> a token's K experts, the largest
+  // score first, then their weights, out [M, ldo].
   void (*route)(Pool&, const RouterLayer&, DType, const void* logits, int64_t ldx, int64_t M,
                 RoutingWord* out, int64_t ldo);
   // experts/experts.cpp: x [M, ldx] in T -> the weighted sum of each token's experts, out [M, ldo];

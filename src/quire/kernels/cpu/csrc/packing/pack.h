@@ -15,9 +15,9 @@ int64_t num_scales(const Weights&);
 // Quantizes if the format says so, and stores outputs [first, first + num_rows) of the linear,
 // given as rows of K elements (fp32 or bf16), `ld` elements apart. Outputs count as in the
 // checkpoint: all of gate, then all of up, where the linear interleaves. Weights of padding are
-// zeroed by `clear_padding`, once. Calls for different rows may run at once. Of dense formats;
-// kInt8 and kInt4 are rounded by `Kernels::round_int8` and `round_int4`, and kBlockQuantized and
-// kFloat8 take no numbers.
+// zeroed by `clear_padding`, once. Calls for different rows may run at once. For dense formats
+// only: kInt8 and kInt4 are rounded by `Kernels::round_int8` and `round_int4`, and kBlockQuantized
+// and kFloat8 take no numbers.
 void pack_rows(const Weights&, const void* rows, DType rows_dtype, int64_t ld, int64_t first,
                int64_t num_rows);
 void clear_padding(const Weights&);

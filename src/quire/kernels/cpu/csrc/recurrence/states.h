@@ -137,9 +137,9 @@ struct HeadTokens {
   }
 };
 
-// Registers' worth of columns that are moved side by side, [size][16] each, and where those lie
-// that come next. In decoding a unit is read from memory and moved once, so the next ones are
-// fetched meanwhile.
+// Columns that are moved side by side, [size][16] for each register, and the place of the next
+// columns. In decoding a unit is read from memory and moved once, so the next one is fetched
+// meanwhile.
 template <int V>
 struct Columns {
   float* s[V];

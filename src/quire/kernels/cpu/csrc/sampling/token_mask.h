@@ -1,4 +1,4 @@
-// Makes tokens of a line impossible whose bit in a mask is not set.
+// Makes a line's tokens impossible if their bits in a mask are not set.
 //
 // A grammar's masks have whole words in a row that are all set (inside of a string) or all empty
 // (between two parts of JSON).
@@ -31,7 +31,7 @@ struct alignas(64) ForbiddenPart {
   float raw_largest; // before; NaN where there is one
 };
 
-// `forbid_range`, and what `find_largest` finds before and after it, in one pass.
+// `forbid_range`, and the results of `find_largest` before and after it, in one pass.
 inline ForbiddenPart forbid_and_find(float* line, const uint32_t* words, int64_t first,
                                      int64_t end) {
   constexpr int64_t kBlock = 32 * kWordTokens;
@@ -80,7 +80,7 @@ inline ForbiddenPart forbid_and_find(float* line, const uint32_t* words, int64_t
   return {{largest, block}, reduce_max(max(raw[0], raw[1]))};
 }
 
-// The same of a line, divided; raw_largest: before.
+// The same for a divided line. raw_largest: the largest logit before the mask.
 template <typename Division>
 Largest forbid_line(const Division& division, const LineMemory<Division>& memory, float* line,
                     const uint32_t* words, float* raw_largest) {

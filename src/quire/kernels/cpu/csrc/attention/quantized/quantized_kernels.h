@@ -8,7 +8,7 @@
 //
 //   queries   |q| <= 32639, so that high digits fit -128..127 where low ones are signed. Sums of
 //             D <= 512 products with |code| <= 127 are below 2^31. K is stored as code + 128;
-//             what is too much, 128 * sum of q, is taken from the sum: all of it modulo 2^32.
+// the excess, 128 * sum of q, is subtracted from the sum, modulo 2^32.
 //   weights   0 <= w <= 32767; sums over the 256 tokens of a tile are below 2^31.
 #pragma once
 #include "attention/attention_tile.h"
@@ -37,13 +37,13 @@ constexpr int kMostPairs = 12;
 
 typedef uint32_t SumBits __attribute__((vector_size(kIntLanes * 4)));
 
-// factor: what a packed query's whole numbers stand for. offset: 128 * their sum.
+// factor: the scale of a packed query's whole numbers. offset: 128 * their sum.
 struct PackedScale {
   float factor;
   int32_t offset;
 };
 
-// The sums of a row against a unit become scores: raw products, or close to them.
+// Turns the sums of a row against a unit into scores: raw products, or close to them.
 __attribute__((always_inline)) inline void put_scores(float* to, DotInts sum, const PackedScale& scale, part key_scales) {
   const auto exact = (DotInts)((SumBits)sum - uint32_t(scale.offset));
   store_part(to, (part)to_floats(exact) * splat_part(scale.factor) * key_scales);
@@ -149,7 +149,7 @@ inline void sum_codes(const Packed* q, const uint8_t* const* units, const uint8_
 #endif
 }
 
-// scores[r, 16 c + lane] = q·k of R rows, C units of keys and what they are scaled by.
+// scores[r, 16 c + lane] = q·k of R rows and C units of keys with their scales.
 template <int R, int C>
 inline void score_codes(const Packed* q, const PackedScale* query_scales, const Tile<uint8_t>& tile,
                         int unit, int num_steps, float* scores) {
@@ -183,8 +183,8 @@ struct CodeRows {
   }
 };
 
-// Codes of values, a register of them: four tokens of as many dimensions as there are lanes. The
-// first n lanes where kTail.
+// A register of codes of values: four tokens of one dimension in each lane. With kTail, only the
+// first n lanes.
 template <bool kTail>
 inline DotInts load_codes(const uint8_t* from, int n) {
   if constexpr (kTail) return (DotInts)load_part_n<part>(from, n);

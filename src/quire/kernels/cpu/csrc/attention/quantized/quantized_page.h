@@ -8,9 +8,9 @@
 //   K unit  [D/4][U][4]   code + 128, unsigned: four dimensions of a token
 //   V unit  [U/4][D][4]   code, signed: four tokens of a dimension
 //
-// so that what the processor's dot products of bytes add up stands in fours, and an unsigned byte
-// meets a signed one in both (vpdpbusd). Dimensions from the head size on are codes of 0. K is
-// rotated first (rotated.h).
+// so that the bytes that a dot product adds up lie in fours, and in both products an unsigned byte
+// meets a signed one (vpdpbusd). Dimensions from the head size on are codes of 0. K is rotated
+// first (rotated.h).
 #pragma once
 #include "attention/quantized/rotated.h"
 #include "attention/kv_page.h"
@@ -49,7 +49,7 @@ struct KVPages<uint8_t> {
     return pages + block * page_stride + head * head_bytes;
   }
 
-  // K of a block's token `offset`: the unit that it lies in. V of it is half_elements further.
+  // The unit of K with a block's token `offset`. The unit of V is half_elements further.
   uint8_t* key_unit(int64_t block, int head, int offset) const {
     return head_of(block, head) + int64_t(offset >> unit_shift) * unit * head_dim;
   }

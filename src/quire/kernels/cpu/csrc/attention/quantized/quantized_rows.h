@@ -1,7 +1,7 @@
 // Attention of rows of queries to tiles of int8 codes.
 //
 // As attention_rows.h, with numbers that are rounded to 16 bits before each product (see
-// quantized_kernels.h), each by a factor that is a pure function of what one row knows:
+// quantized_kernels.h), each by a factor that is a pure function of one row's data:
 //
 //   queries   q / factor, factor = max |q| / 32639, of the row; rotated first, as K is
 //   weights   p * scale of V / factor, factor = the greatest of these in the tile / 32767
@@ -28,7 +28,7 @@ struct QuantizedMode {
   static int64_t query_size(int) { return kQueryStride; }
 };
 
-// Below, what numbers are divided by would have no inverse; next to a model's this is nothing.
+// Below this, divisors would have no inverse. Numbers of models are much larger.
 constexpr float kLeastFactor = 1e-30f;
 
 inline vi nearest(vf x) { return (vi)(x + splat(12582912.0f)) - 0x4b400000; }
@@ -118,7 +118,7 @@ inline void put_weights(Packed* pair, vf first, vf second) {
 #endif
 }
 
-// Products of the keys seen become weights; of the others, in all pairs of units [first, end), 0.
+// Products of visible keys become weights; other keys in all pairs of units [first, end) get 0.
 inline void find_weights(const float* products, const SeenPairs& seen, int first, int end,
                          float inverse, Packed* row) {
   const vf factor = splat(inverse), zero = splat(12582912.0f);

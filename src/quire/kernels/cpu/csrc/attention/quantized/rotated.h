@@ -1,6 +1,6 @@
 // Vectors times an orthonormal Hadamard matrix, which spreads single large elements over others.
 //
-// attention/quantized_kv.py says what it is for, and its order of sums; the bits are the same here.
+// attention/quantized_kv.py explains its purpose and the order of sums; the bits are the same here.
 #pragma once
 #include "hadamard.h"
 
