@@ -103,7 +103,7 @@ class Plugins(Texts):
 class PluginOptions(Options):
     """The option that names plugins.
 
-    It is checked before all others of a class, since plugins register names that these accept.
+    It is checked before all other options of a class, which accept names that plugins add.
     """
 
     plugins: tuple[str, ...] = option(

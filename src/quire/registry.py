@@ -32,7 +32,7 @@ class Registry(Generic[T]):
     ) -> None:
         """`kind` is what errors call an entry, such as "scheduling policy". `own` are quire's
         entries, or a function that returns them, which is called when they are first needed.
-        `reserved` maps each name that no entry may have to the thing of that name, such as "a
+        `reserved` maps names that entries may not take to the things of these names, such as "a
         dtype"."""
         self._kind = kind
         self._reserved = reserved or {}

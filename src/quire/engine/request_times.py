@@ -117,7 +117,7 @@ class RequestTimes:
 
 
 def _branch(branches: list[Sequence], branch_index: int) -> Sequence:
-    """The branch of this index, or the first one if it is not among them."""
+    """The branch with this index if it is in the list, else the first branch."""
     return next((each for each in branches if each.branch_index == branch_index), branches[0])
 
 

@@ -86,7 +86,7 @@ class Repository:
         the snapshot. Raises the errors of the hub's client."""
         folder = snapshot_download(
             self.name,
-            revision=self.revision,  # not the commit: the cache stores which revision it was
+            revision=self.revision,  # not the commit, since the cache records the revision's name
             allow_patterns=[escape(name) for name in self.text_files or [_ALWAYS_THERE]],
             tqdm_class=_NoBar,
         )

@@ -247,7 +247,7 @@ class _HeldBytes:
 
 
 class _CallBytes:
-    """The bytes of one call, part of those that all calls hold."""
+    """The bytes that one call holds. They count in the bytes that all calls hold."""
 
     def __init__(self, held: _HeldBytes) -> None:
         self._held = held

@@ -172,7 +172,7 @@ class HostPart:
 
     #: The methods of the CPU.
     methods: LinearMethods
-    #: The kernels that they use; None if torch computes.
+    #: The kernels that these methods use; None if torch computes.
     kernels: NativeKernels | None
     #: Number of layers, counted from the last layer. If the CPU computes only experts, this counts
     #: layers with experts, and a number above theirs means all of them.

@@ -137,7 +137,7 @@ def _distance(node: Node, group: Sequence[_Home]) -> int:
 
 
 def _sharing(homes: Sequence[_Home], num_parts: int) -> tuple[Part, ...]:
-    """The parts, if they are more than the nodes. Each joins the node with most cores per part."""
+    """The parts, if they outnumber the nodes. Each joins the node with the most cores per part."""
     counts = [0] * len(homes)
     for _ in range(num_parts):
         index = max(

@@ -17,7 +17,7 @@ from quire.traces.tokens import PromptTokens
 from quire.traces.trace import Trace
 
 DEFAULT_NUM_REQUESTS = 100
-#: Maximum number of tokens of all requests together. A plan simulates that many in a few seconds.
+#: Maximum number of tokens of all requests together. A plan simulates this number in a few seconds.
 MOST_TOKENS = 400_000
 _VOCABULARY = 1 << 30
 _KEYS = ("prompt", "output", "rate", "at_once", "requests", "shared")

@@ -183,8 +183,8 @@ class HeadDrafter(Drafter):
         self._kept[row, 0] = hidden[-1]
 
     def _run_span(self, row: int, first: int, states: torch.Tensor) -> None:
-        """Compute as many tokens of a row from `first` on as there are `states`, which stand before
-        them."""
+        """Compute tokens of a row from `first` on, one for each of `states`, which has the state
+        before each token."""
         for offset in range(0, len(states), self._rows.max_num_tokens):
             part = states[offset : offset + self._rows.max_num_tokens]
             self.head.states[: len(part)] = part

@@ -94,7 +94,7 @@ class PlanCounts(NamedTuple):
     #: Blocks in the tables of the admitted sequences, except forks.
     num_admitted_blocks: int
     num_joined_forks: int
-    #: Blocks that table edits append, and those that they put in place of other blocks.
+    #: Blocks that table edits append, and blocks that replace other blocks.
     num_appended_blocks: int
     num_replaced_blocks: int
     num_copies: int
@@ -233,7 +233,7 @@ class PlanRows:
             named.add(chunk.row)
             if chunk.num_new_tokens:
                 step.chunks[chunk.row] = self._compute_chunk(live[chunk.row], chunk)
-        # Then, let rows decode that no chunk names and that don't join. A row without uncomputed
+        # Then, let all rows decode that neither have a chunk nor join. A row without uncomputed
         # tokens samples.
         for number, row in live.items():
             if number in named:

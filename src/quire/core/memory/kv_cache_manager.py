@@ -507,7 +507,7 @@ def _last_cut(sequence: Sequence, num_blocks: int, block_size: int) -> int:
 
 
 def _start_from(sequence: Sequence, match: PrefixMatch, block_size: int) -> None:
-    """Count matched tokens as computed, and as written and published as far as they are."""
+    """Count matched tokens as computed, and those that are written or published as such, too."""
     held = sequence.num_computed_tokens
     num_confirmed = max(held, match.num_confirmed_tokens)
     if sequence.num_published_blocks == held // block_size:

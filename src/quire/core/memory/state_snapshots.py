@@ -78,8 +78,8 @@ class StateSnapshots:
         without drafts, however many of them are accepted.
 
         Its state is known after all tokens before the drafts, and next after the token that follows
-        the accepted ones. This must not be beyond a stop, nor beyond its last token but one, after
-        which its state is published when it ends.
+        the accepted drafts. That position must not be beyond a stop, nor beyond the second last
+        token, after which the state is published at the sequence's end.
         """
         if not self.enabled:
             return most

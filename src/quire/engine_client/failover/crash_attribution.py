@@ -48,8 +48,8 @@ the last loss was on its trial."""
 class _Evidence:
     """The deaths of engines that one suspect may have caused."""
 
-    #: Deaths of engines that computed the request. A passed trial removes all of them, and the
-    #: blame of another request removes those that it explains.
+    #: Deaths of engines that computed the request. A passed trial removes all of them. If another
+    #: request is blamed, the deaths that this explains are removed.
     deaths: set[Death] = field(default_factory=set)
     #: Deaths during the request's trials. A passed trial removes those for lack of memory, since
     #: another program has used up the memory.

@@ -210,8 +210,8 @@ class BatchRunner:
     # ---- jobs -------------------------------------------------------------------------------
 
     async def _begin_next(self) -> None:
-        """Begin the next batch that may begin. It is one at a time, so that those in progress go on
-        while the files of others are checked."""
+        """Begin the next batch that may begin. Only one begins at a time, so that batches in
+        progress continue while the files of a new one are checked."""
         num_open = Counter(self._book.owner_of(job.batch).tenant for job in self._jobs)
         batch = next((each for each in self._new if self._may_begin(each, num_open)), None)
         if batch is None:

@@ -49,7 +49,7 @@ class Watched(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that no other model of the server has."""
+        """The model's name, unique on the server."""
         ...
 
     @property
