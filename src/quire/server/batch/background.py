@@ -41,19 +41,19 @@ STATS_PERIOD_S = 0.25
 """Seconds between two questions whether live calls wait in the engine."""
 
 RETRY_S = 1.0
-"""Seconds for which a batch makes no call after one with a status of RETRIED."""
+"""Seconds that a batch waits after a call was answered with a status in RETRIED."""
 
 ADDED_PRIORITY = 1 << 20
 """Added to the priority of a batch's calls; smaller numbers go first."""
 
 DISK_RETRY_S = 30.0
-"""Seconds before a batch goes on whose state or answers could not be written."""
+"""Seconds that a batch waits if its state or answers could not be written."""
 
 ENDS: Mapping[Status, Literal["completed", "cancelled"]] = {
     "finalizing": "completed",
     "cancelling": "cancelled",
 }
-"""How a batch ends by its status, if it is not expired."""
+"""Status of a batch -> the way in which it ends. With any other status, it expires."""
 
 MAX_CALLS = 50_000
 """The maximum number of a batch's calls, as OpenAI has it."""
@@ -178,7 +178,7 @@ class BatchRunner:
         self._jobs: deque[_Job] = deque()
         #: Batches that wait for their begin.
         self._new: deque[Batch] = deque(book.unfinished())
-        #: Times before which batches don't go on since the disk has failed, by time.monotonic.
+        #: Batch id -> time until which it waits after a failure of the disk, by time.monotonic.
         self._not_before_s: dict[str, float] = {}
         self._news = asyncio.Event()
         self._asked_s = 0.0

@@ -88,7 +88,7 @@ class ChatAnswer(Answer[ChatBodyT]):
     def _with_prediction(
         self, choice: int, delta: Delta, pieces: Iterable[bytes]
     ) -> Iterable[bytes]:
-        """The pieces of new output, before which its predicted tokens are counted."""
+        """The pieces of new output. Taking the first piece counts the output's predicted tokens."""
         if self._predicted is None:
             return pieces
         return chain(self._predicted.follow(choice, delta), pieces)
