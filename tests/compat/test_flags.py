@@ -147,7 +147,7 @@ def test_flags_that_ask_for_the_default_are_accepted() -> None:
         ),
         (
             'serve --speculative-config {"method":"eagle"}',
-            "--speculative-config asks for 'eagle', but of heads only 'mtp' and 'eagle3' draft",
+            "--speculative-config asks for 'eagle', but this version drafts only with the heads",
         ),
         ("serve --speculative-config ngram", "--speculative-config is 'ngram', which is not JSON"),
         ("doctor --spec-type none", "there is no option --spec-type"),

@@ -39,7 +39,7 @@ def _adapters_need_one_rank() -> bool:
 
 
 def _other_heads_draft_nothing() -> bool:
-    with pytest.raises(ConfigurationError, match="of heads only"):
+    with pytest.raises(ConfigurationError, match="drafts only with the heads"):
         EngineOptions.from_mapping({"speculative_config": {"method": "eagle"}})
     return True
 

@@ -62,7 +62,10 @@ def test_a_config_stands_for_options(config: Any, expected: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("method", ["eagle", "medusa"])
 def test_other_heads_are_refused_by_name(method: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"asks for '{method}', but of heads only 'mtp'"):
+    with pytest.raises(
+        ConfigurationError,
+        match=f"asks for '{method}', but this version drafts only with the heads 'mtp'",
+    ):
         EngineOptions.from_mapping({"speculative_config": {"method": method}})
     given = {"method": method, "model": "org/head", "num_speculative_tokens": 3}
     with pytest.raises(ConfigurationError, match="in this version; the option speculation"):

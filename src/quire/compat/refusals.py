@@ -2,8 +2,8 @@
 
 POOLED_ADAPTERS = "adapters are served for models that generate text"
 DRAFT_HEADS = (
-    "of heads only 'mtp' and 'eagle3' draft in this version; the option speculation names what"
-    " drafts, as 'ngram', and speculative_model a model that does"
+    "this version drafts only with the heads 'mtp' and 'eagle3'; the option speculation names a"
+    " proposer, such as 'ngram', and speculative_model a draft model"
 )
 EXPERTS = (
     "each rank computes its share of every expert; no rank has experts of its own, so that none are"

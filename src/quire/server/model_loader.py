@@ -190,7 +190,7 @@ class EngineLoader:
         if all(getattr(plan.options, name) is None for name in _SIZES):
             if _may_use_gpu(plan.options):
                 raise ConfigurationError(
-                    "on a GPU, a model of several needs the size of its KV cache; give it"
+                    "on a GPU, each of several models needs the size of its KV cache; give it"
                     " kv_cache_memory"
                 )
             share = memory_bytes / self._server.replicas / total_memory_bytes()

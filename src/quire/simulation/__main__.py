@@ -33,8 +33,8 @@ from quire.simulation.worlds import (
 DrawWorld = Callable[[int, int, int, int], SimulationConfig]
 DRAWN_WORLDS: dict[str, tuple[DrawWorld, str]] = {
     "--everything": (draw_world, "worlds with everything, drawn from the seed"),
-    "--hybrids": (draw_hybrid_world, "the same, of models with KV groups of other kinds than full"),
-    "--drafts": (draw_draft_world, "the same, of both kinds, with drafts and contents"),
+    "--hybrids": (draw_hybrid_world, "the same, of models with windows, latents or states"),
+    "--drafts": (draw_draft_world, "both kinds of worlds, with drafts and contents"),
     "--contents": (draw_content_world, "the same, with contents and adapters in prompts"),
 }
 """Flag -> the function that draws random simulations for it, and its help. The last flag that

@@ -78,7 +78,7 @@ def test_an_unmeasured_speed_gives_no_figure() -> None:
     assert "speed       not measured" in lines(REPORT, None)
     on_gpu = replace(REPORT, device_type="cuda", kernels="triton", has_weights=False)
     printed = lines(on_gpu, None)
-    assert "by Triton kernels" in printed and "not known of a GPU" in printed
+    assert "by Triton kernels" in printed and "unknown for a GPU" in printed
     assert "/models/m, without its weights" in printed
     assert "by torch, since" in lines(replace(REPORT, kernels="torch"))
 

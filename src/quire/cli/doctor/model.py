@@ -148,7 +148,7 @@ def _kinds(found: "ModelReport") -> str:
 def _speed(found: "ModelReport", available: int, speed: float | None) -> str:
     memory = f"{format_bytes(available)} of memory are available"
     if found.device_type != "cpu":
-        return f"not known of a GPU before it is used; {memory} on the host"
+        return f"unknown for a GPU until it is used; {memory} on the host"
     if speed is None:
         return f"not measured; {memory}"
     return f"{speed / 1e9:.1f} GB/s read from memory just now; {memory}"

@@ -98,8 +98,8 @@ class PolicyOptions(Options):
         OneOf(POLICIES, listed=", ".join),
         group="scheduling",
         help="{names}",
-        doc=in_words([f'"{name}"' for name in POLICIES]) + ". A prompt's priority needs"
-        ' "priority", and its deadline_s "deadline"; with another policy both are refused.',
+        doc=in_words([f'"{name}"' for name in POLICIES]) + ". A prompt may set priority"
+        ' only with "priority", and deadline_s only with "deadline".',
     )
     max_itl_ratio: float = option(
         0.0,

@@ -88,7 +88,7 @@ class CalledTool:
     def refusal(self, why: object) -> InvalidRequestError:
         """The error for a schema that can't be enforced."""
         return InvalidRequestError(
-            f"{self.origin}: {why}; the this model's format of calls can't enforce that: leave it"
+            f"{self.origin}: {why}; this model's format of calls can't enforce that: leave it"
             " out, or call the tool without strict",
             self.origin,
         )
