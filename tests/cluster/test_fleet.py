@@ -75,6 +75,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 SLOW = {"step_s": 0.01}
+SLOWER = {"step_s": 0.03}
+"""Its streams of COUNT last more than a second, longer than a busy machine stops this process."""
 COUNT = list(range(11, 51))
 
 
@@ -93,7 +95,7 @@ def test_streams_go_on_when_a_replica_is_killed_and_it_comes_back() -> None:
         await until(lambda: victim.state is EngineState.READY)
         assert fleet.num_restarts == 1 and fleet.num_open == 0
 
-    with_fleet(test, SLOW, SLOW)
+    with_fleet(test, SLOWER, SLOWER)
 
 
 def test_an_engine_that_dies_while_all_fall_asleep_does_not_keep_the_others_asleep() -> None:
@@ -122,7 +124,7 @@ def test_an_engine_that_dies_while_all_fall_asleep_does_not_keep_the_others_asle
         await fleet.sleeping.wake()
         assert len(fleet.engines.ready) == 2
 
-    with_fleet(test, SLOW, SLOW, recovery=RecoveryConfig(first_backoff_s=1.5))
+    with_fleet(test, SLOWER, SLOWER, recovery=RecoveryConfig(first_backoff_s=1.5))
 
 
 def test_engines_take_requests_again_if_they_do_not_fall_asleep() -> None:
@@ -134,7 +136,7 @@ def test_engines_take_requests_again_if_they_do_not_fall_asleep() -> None:
         assert await tokens(generate(fleet, "r", max_tokens=3)) == [11, 12, 13]
         assert await reading == COUNT
 
-    with_fleet(test, SLOW)
+    with_fleet(test, SLOWER)
 
 
 def test_a_replica_that_computes_something_else_is_refused() -> None:

@@ -172,4 +172,4 @@ def test_a_slow_host_is_left_at_the_deadline(host: Host) -> None:
     begin_s = time.monotonic()
     reason = refusal(host.fetcher("example.com", timeout_s=0.2), "https://example.com/", 10**6)
     assert "was not fetched within 0.2 s" in reason
-    assert time.monotonic() - begin_s < 2
+    assert time.monotonic() - begin_s < 20  # on a quiet machine, 0.2

@@ -59,7 +59,7 @@ def test_streams_notice_nothing_of_a_killed_process():
         assert (engine.num_restarts, engine.num_open) == (2, 0)
         assert engine.state is EngineState.READY
 
-    with_engine(test, {"step_s": 0.002})
+    with_engine(test, {"step_s": 0.01})
 
 
 def test_calls_notice_nothing_of_a_process_that_is_told_to_end():
@@ -124,7 +124,7 @@ async def stats_soon(engine):
 
 def test_requests_that_come_while_it_recovers_are_served_and_bounded():
     async def test(engine):
-        reader = asyncio.ensure_future(collect(pull(engine, request("a", max_tokens=20))))
+        reader = asyncio.ensure_future(collect(pull(engine, request("a", max_tokens=60))))
         await engine.stats()
         kill(engine)
         await wait_for_death(engine)
@@ -136,11 +136,11 @@ def test_requests_that_come_while_it_recovers_are_served_and_bounded():
             pull(engine, request("c", n=2))
         given_up = pull(engine, request("d"))
         given_up.close()
-        assert tokens_of(await reader, "a") == list(range(11, 31))
+        assert tokens_of(await reader, "a") == list(range(11, 71))
         assert tokens_of(await new, "b") == list(range(11, 16))
         assert (await engine.stats())["num_held_blocks"] == 0
 
-    with_engine(test, {"step_s": 0.002}, max_queued_requests=3)
+    with_engine(test, {"step_s": 0.01}, max_queued_requests=3)
 
 
 def test_branches_that_were_aborted_are_not_resumed():
@@ -155,7 +155,7 @@ def test_branches_that_were_aborted_are_not_resumed():
         assert tokens_of(outputs, "a", 0) == list(range(11, 71))
         assert len(tokens_of(outputs, "a", 1)) < 60 and len(tokens_of(outputs, "a", 2)) < 60
 
-    with_engine(test, {"step_s": 0.005})
+    with_engine(test, {"step_s": 0.01})
 
 
 def test_all_clients_get_an_error_when_the_engine_fails_for_good():

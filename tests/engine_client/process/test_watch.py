@@ -41,7 +41,7 @@ def test_the_limit_grows_with_the_predicted_time() -> None:
 def test_a_hanging_step_ends_after_a_time_that_follows_from_its_prediction(
     limits: Callable[[float, float, float], None],
 ) -> None:
-    limits(0.2, 2.0, 60.0)
+    limits(0.9, 2.0, 60.0)
 
     async def test() -> None:
         async with opened({"predicted_s": 0.05}) as (link, owner):
@@ -49,7 +49,7 @@ def test_a_hanging_step_ends_after_a_time_that_follows_from_its_prediction(
             link.watch(None)
             link.send(add(HANG, 3))
             error = await owner.death
-            assert "its step had not ended after 0.3 s, so it was killed" in str(error)
+            assert "its step had not ended after 1 s, so it was killed" in str(error)
             assert owner.evidence.has_hung
             assert owner.evidence.activity == (Doing.COMPUTING, {"a"})
             assert sum(isinstance(message, Outputs) for message in owner.messages) == 3

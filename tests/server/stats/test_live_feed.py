@@ -11,6 +11,7 @@ import pytest
 from quire.core.memory.block_records import RECORD_BYTES
 from quire.engine_client.recovery import EngineState
 from quire.errors import EngineDeadError, OverloadedError
+from quire.server.stats import live_feed
 from quire.server.stats.engine_view import MIN_INTERVAL_S, SHARE, Cursor, EngineView
 from quire.server.stats.live_feed import MAX_LISTENERS, LiveFeed
 
@@ -132,8 +133,14 @@ def test_a_snapshot_has_all_engines_and_leaves_those_alone_that_are_not_ready():
     assert second["state"] == "recovering" and not second["answers"] and not recovering.asked
 
 
-def test_a_bounded_number_of_listeners_is_accepted_and_nothing_is_asked_after_the_last():
+def test_a_bounded_number_of_listeners_is_accepted_and_nothing_is_asked_after_the_last(
+    monkeypatch,
+):
+    now_s = 0.0
+    monkeypatch.setattr(live_feed, "time", SimpleNamespace(monotonic=lambda: now_s))
+
     async def listen():
+        nonlocal now_s
         feed, engine = LiveFeed(), Engine()
         async with contextlib.AsyncExitStack() as stack:
             streams = []
@@ -147,6 +154,7 @@ def test_a_bounded_number_of_listeners_is_accepted_and_nothing_is_asked_after_th
                 await anext(feed.changes(model(engine), ("stats",), 0.01))
         assert feed.num_listeners == 0
         asked = len(engine.asked)
+        now_s += 1.0  # an answer would be due
         await asyncio.sleep(0.05)
         assert len(engine.asked) == asked
 

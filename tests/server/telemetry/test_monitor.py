@@ -193,10 +193,10 @@ def test_an_output_costs_microseconds(monitor):
     for _ in range(5):
         record = monitor.open_call(requests("a"), "", "req-1")
         outputs = [output("a") for _ in range(num_outputs)]
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         for each in outputs:
             record.on_output(each)
-        best_s = min(best_s, time.perf_counter() - began_s)
+        best_s = min(best_s, time.thread_time() - began_s)
     assert best_s / num_outputs < 10e-6
 
 

@@ -304,7 +304,7 @@ def test_kills_from_outside_during_trials_blame_no_request():
 
 
 def test_while_the_engine_recovers_the_server_is_live_but_not_ready():
-    with launched(command=FAKE, fake={"hang_s": 0.5}) as server:
+    with launched(command=FAKE, fake={"hang_s": 1.5}) as server:
         assert server.http.get("/ready").status_code == 200
         os.kill(server.current_engine().pid, signal.SIGKILL)
         deadline_s = time.monotonic() + WAIT_S
