@@ -254,7 +254,7 @@ def test_an_engine_that_is_starting_when_the_fleet_ends_starts_no_more() -> None
         await until(lambda: len(fleet.engines.all) == 2)
         await fleet.shutdown(drain=False, timeout_s=1)
         with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(adding, 10)
+            await asyncio.wait_for(adding, 40)
         with pytest.raises(EngineDeadError, match="being shut down"):
             await fleet.engines.scale(3)
 
@@ -299,8 +299,8 @@ def test_the_fleet_fails_when_all_that_come_back_are_refused(
             os.kill(engine.pid, signal.SIGKILL)
             await until(lambda engine=engine: engine.state is EngineState.CLOSING)
         with pytest.raises(EngineDeadError, match="all engines have failed"):
-            await asyncio.wait_for(reading, 10)
-        assert "fingerprint" in str(await asyncio.wait_for(fleet.wait_failed(), 10))
+            await asyncio.wait_for(reading, 40)
+        assert "fingerprint" in str(await asyncio.wait_for(fleet.wait_failed(), 40))
 
     with_fleet(test, SLOW, SLOW)
 
@@ -314,9 +314,9 @@ def test_an_adapter_is_looked_for_by_another_engine_where_one_has_died() -> None
         finding = asyncio.ensure_future(fleet.find_adapter("name", "/somewhere"))
         await asyncio.sleep(0)  # it is asked
         os.kill(first.pid, signal.SIGKILL)
-        assert (await asyncio.wait_for(finding, 10)).digest == "digest"
+        assert (await asyncio.wait_for(finding, 40)).digest == "digest"
         with pytest.raises((AdapterError, EngineDeadError)):
-            await asyncio.wait_for(fleet.find_adapter("kills", "/somewhere"), 10)
+            await asyncio.wait_for(fleet.find_adapter("kills", "/somewhere"), 40)
 
     with_fleet(test, SLOW, SLOW)
 
@@ -380,7 +380,7 @@ def test_the_fleet_fails_where_the_last_start_fails() -> None:
             patch.setattr(Supervisor, "start", fails_after_the_other)
             with pytest.raises(ConfigurationError):
                 await add_engine(fleet, *slots({}, {})[1:])
-        assert await asyncio.wait_for(fleet.wait_failed(), 5) is refused
+        assert await asyncio.wait_for(fleet.wait_failed(), 40) is refused
         assert fleet.state is EngineState.FAILED
 
     with_fleet(test, SLOW, recovery=RecoveryConfig(max_restarts=0))
@@ -435,7 +435,7 @@ def test_streams_of_a_stopped_replica_go_on_in_another(monkeypatch: pytest.Monke
         assert stopped.pid is not None
         os.kill(stopped.pid, signal.SIGSTOP)
         try:
-            assert await asyncio.wait_for(tokens_of_all(streams), 10) == [COUNT] * 4
+            assert await asyncio.wait_for(tokens_of_all(streams), 40) == [COUNT] * 4
             assert fleet.engines.overview()["r0"]["is_silent"]
             with pytest.raises(ConfigurationError, match="'r1' is the only one that takes"):
                 await fleet.engines.scale(1)

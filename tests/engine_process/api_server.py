@@ -5,7 +5,7 @@ from quire.core.sampling_params import DecodingParams
 from quire.engine_client.messages import Outputs, decode_to_server
 from quire.ipc import FrameSplitter, encode
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class ApiServer:

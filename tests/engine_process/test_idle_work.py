@@ -16,7 +16,7 @@ from quire.engine_process.engine_loop import Channel, EngineLoop
 from quire.ipc import encode, receive, send
 from quire.runtime.worker import Execute, WorkerReady, receive_news, serve_calls
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class IdleWork:

@@ -49,7 +49,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def wait_for(holds) -> None:
-    until_s = time.monotonic() + 10
+    until_s = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < until_s
         time.sleep(0.002)

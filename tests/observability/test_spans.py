@@ -101,14 +101,14 @@ def test_a_collector_that_is_gone_costs_nothing_but_the_spans(
 ) -> None:
     """The libraries go on trying in a thread of theirs; nobody waits for that."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    monkeypatch.setattr(spans_module, "EXPORT_TIMEOUT_S", 1)
+    monkeypatch.setattr(spans_module, "EXPORT_TIMEOUT_S", 30)
     monkeypatch.setattr(spans_module, "FLUSH_TIMEOUT_S", 0.2)
     spans = open_spans("http://127.0.0.1:9")  # the discard port: nobody listens
     began_s = time.monotonic()
     spans.begin("m", {}, None).end({})
-    assert time.monotonic() - began_s < 0.2
+    assert time.monotonic() - began_s < 5
     spans.close()
-    assert time.monotonic() - began_s < 2
+    assert time.monotonic() - began_s < 10
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://a", "", "http://", "http://[::1"])

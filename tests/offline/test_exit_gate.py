@@ -10,7 +10,7 @@ import pytest
 from quire.offline import exit_gate
 from quire.offline.exit_gate import ExitGate
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 # A thread that Python does not wait for uses torch when the main thread ends.
 PROGRAM = """

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.core.sampling_params import SamplingParams
+from quire.core.scheduling.pacing import ConstantPacer
 from quire.errors import (
     CheckpointError,
     ConfigurationError,
@@ -111,6 +112,7 @@ def test_generate_keeps_the_order_of_prompts(llm: LLM) -> None:
 def test_predictions_save_steps_and_change_no_output() -> None:
     """Of prompts and chats, as text and as token ids, right and wrong."""
     llm = LLM(dtype="float32", max_model_len=256, speculation="prediction")
+    llm.engine.scheduler.pacer = ConstantPacer()  # drafts are made whatever they cost
     params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
 
     def steps_of(*prompts: Any) -> tuple[list[list[int]], int]:

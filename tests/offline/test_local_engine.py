@@ -7,6 +7,7 @@ import pytest
 
 from quire.compat.methods import COMPAT_METHODS
 from quire.core.sampling_params import RequestOutputKind, SamplingParams
+from quire.core.scheduling.pacing import ConstantPacer
 from quire.errors import InvalidRequestError
 from quire.offline.engine_metrics import CounterMetric, HistogramMetric, VectorMetric
 from quire.offline.llm import LLM
@@ -84,6 +85,7 @@ def test_metrics_count_what_was_done(llm: LLM) -> None:
 
 def test_metrics_of_drafts_have_vllms_names_too() -> None:
     llm = LLM(dtype="float32", max_model_len=256, speculation="prediction")
+    llm.engine.scheduler.pacer = ConstantPacer()  # drafts are made whatever they cost
     params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
     (plain,) = llm.generate("import os\n", params, use_tqdm=False)
     prompt = {"prompt": "import os\n", "prediction": plain.outputs[0].token_ids}

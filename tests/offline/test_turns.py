@@ -15,7 +15,7 @@ from quire.errors import InvalidRequestError
 from quire.offline.exit_gate import ExitGate
 from quire.offline.turns import Turns
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class Counter:

@@ -245,7 +245,7 @@ def test_peers_without_the_key_are_refused(caplog: pytest.LogCaptureFixture) -> 
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(first)
             if first:
-                await asyncio.wait_for(reader.read(), 10)
+                await asyncio.wait_for(reader.read(), 40)
             writer.close()
         assert await tokens(generate(machines.fleet, "q", max_tokens=3)) == [11, 12, 13]
 

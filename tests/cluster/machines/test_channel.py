@@ -306,7 +306,7 @@ def test_bytes_that_are_no_tls_are_refused_in_one_sentence(
             port = await agent.listen("127.0.0.1", 0)
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(first)
-            await asyncio.wait_for(reader.read(), 10)
+            await asyncio.wait_for(reader.read(), 40)
             writer.close()
         finally:
             await agent.close()

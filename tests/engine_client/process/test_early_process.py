@@ -14,7 +14,7 @@ from quire.engine_client.process import early_process, process_link
 from quire.engine_client.process.early_process import EarlyProcess
 from quire.errors import EngineDeadError
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def start(early: EarlyProcess) -> int | None:

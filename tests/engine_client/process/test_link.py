@@ -47,7 +47,7 @@ from quire.engine_client.recovery import Death
 from quire.errors import CheckpointError, EngineDeadError, QuireError
 from quire.ipc import encode
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Owner:

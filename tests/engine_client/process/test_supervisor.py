@@ -30,7 +30,7 @@ from quire.ipc import encode
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 OPEN_LINK = partial(ProcessLink, command=COMMAND)
 QUICK = RecoveryConfig(first_backoff_s=0.01, heartbeat_timeout_s=20.0)
 

@@ -17,7 +17,7 @@ from quire.server.served_models import ServedModels
 from quire.server.tenants.tenants import Tenant
 
 ALICE, BOB = Owner("alice"), Owner("bob")
-WAIT_S = 20
+WAIT_S = 60
 ENDPOINT = "/v1/completions"
 
 

@@ -1,5 +1,6 @@
 """A tenant whose key says so neither leaves answers for drafts nor takes drafts from them."""
 
+import sys
 import time
 
 import httpx
@@ -11,13 +12,24 @@ from quire.server.tenants.keys import RELOAD_INTERVAL_S, WITHOUT_HISTORY
 KEY = "alice:alice-key-1"
 CALL = {"prompt": "class A:", "temperature": 0, "max_tokens": 150, "ignore_eos": True}
 
+EAGER = """
+import sys
+from quire.assembly import build
+from quire.core.scheduling.pacing import ConstantPacer
+from quire.engine_process import engine_main
+build.LearningPacer = ConstantPacer
+sys.exit(engine_main.main())
+"""
+"""An engine's process that drafts whatever it costs: on a busy machine it may seem not to pay."""
+
 
 @pytest.mark.usefixtures("native_engine")
 def test_a_tenant_without_history_neither_reads_nor_leaves_answers(tmp_path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"operator:operator-key-1\n{KEY} {WITHOUT_HISTORY}\n")
     options = {"speculation": "history", "enable_prefix_caching": False}
-    with launched(options, api_key_file=str(file)) as running:
+    command = [sys.executable, "-c", EAGER]
+    with launched(options, command=command, api_key_file=str(file)) as running:
         running.operator = {"Authorization": "Bearer operator-key-1"}
 
         def num_drafts(num_calls: int) -> int:
