@@ -1,6 +1,8 @@
 """What one step plans: budget, chunks, admission, the words of the plan, and what comes of it."""
 
 import dataclasses
+import itertools
+from types import SimpleNamespace
 
 import pytest
 from tests.core.harness import Harness, make_memory
@@ -316,6 +318,22 @@ def test_a_step_that_can_make_no_progress_raises() -> None:
     harness.memory.pool.take(4)  # held by nothing that will give them back
     with pytest.raises(SchedulerStalledError, match="0 running, 1 waiting, 0 of 4 blocks free"):
         harness.scheduler.schedule(0.0)
+
+
+def test_mask_that_is_ready_right_after_a_row_was_left_out_is_no_stall() -> None:
+    class Constraint(SimpleNamespace):
+        looks = itertools.chain([False], itertools.repeat(True))
+        is_ready = property(lambda self: next(self.looks))
+
+    harness = Harness()
+    sequence = harness.add("a", 5, 12)
+    harness.step()
+    sequence.constraint = Constraint(
+        error=None, ends_with_text=False, accept_token=lambda token_id: False
+    )
+    harness.scheduler.running_set.num_constrained += 1
+    assert harness.scheduler.schedule(0.0) is None
+    assert harness.run() > 0
 
 
 def test_queue_time_is_counted_to_the_first_admission() -> None:

@@ -155,8 +155,8 @@ class Residency:
             victim = self._find_victim()
             assert victim is not None, f"{digest} can't have a slot"
             self._slots[digest] = self._take_slot(victim)
-            self._reading.add(digest)
-            self.refresh()
+            # Asks for no other item: rows that wait for one were left out of the plan before.
+            (self._ready if self._source.begin(digest) else self._reading).add(digest)
         return digest not in self._reading
 
     def drop(self, digest: str) -> None:

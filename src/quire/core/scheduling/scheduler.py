@@ -135,6 +135,8 @@ class Scheduler:
         #: The places of outputs that may begin or end a branch in the list that `apply` returned
         #: last. The others have one token each.
         self.event_places: list[int] = []
+        #: Number of running sequences that the last plan left out, to wait for a step or a mask.
+        self.num_paused = 0
         self._num_added = 0
         self._next_step_id = 0
 
@@ -252,6 +254,7 @@ class Scheduler:
         if self.drafting is not None:
             self.drafting.begin()
         suspect = self._fault_isolation.next_suspect()
+        self.num_paused = 0
         if suspect is not None:
             self._plan_alone(suspect, chunks, now_s)
             joins: list[Sequence] = []
@@ -259,8 +262,9 @@ class Scheduler:
             joins = self._plan_all(chunks, plain, now_s)
         self.running_set.content_loads.end_plan()
         # Nothing to compute is an error unless a step, mask, move, adapter or content is awaited.
+        # A mask may be ready by now for which the plan left a row out, so no mask is asked again.
         if not chunks:
-            awaits = self._in_flight or _await_masks(self.running) or _moves_blocks(self.memory)
+            awaits = self._in_flight or self.num_paused or _moves_blocks(self.memory)
             num_reading = self.adapters.num_reading + self.contents.num_reading
             if self.has_unfinished and not awaits and not num_reading:
                 raise SchedulerStalledError(_describe(self))
@@ -636,7 +640,7 @@ def _plan_chunks(
 
     num_paused: see `StepDemand`.
     """
-    admission = scheduler.admission
+    scheduler.num_paused, admission = num_paused, scheduler.admission
     num_decodes = len(chunks) + len(replays)
     num_pairs = len(chunks) + sum([sequence.num_computed_tokens for sequence in chunks])
     num_pairs += sum([sequence.num_tokens for sequence in replays])
@@ -661,12 +665,6 @@ def _with_prompts(demand: StepDemand, partial: list[Sequence], admission: Admiss
         num_prompt_tokens=num_left + admission.estimate_prompt_tokens(),
         count_expected=admission.capacity.forecast.num_all_remaining,
     )
-
-
-def _await_masks(running: list[Sequence]) -> bool:
-    """Whether a running sequence waits for the mask of its next token."""
-    constraints = (sequence.constraint for sequence in running)
-    return any(constraint is not None and not constraint.is_ready for constraint in constraints)
 
 
 def _moves_blocks(memory: KVCacheManager) -> bool:
