@@ -15,6 +15,8 @@ from quire.cli.cache import verify
 
 PROMPT_TOKENS, NEW_TOKENS = 600, 300
 SIZES = {"num_blocks": 1024, "max_num_seqs": 8, "max_model_len": 1024, "seed": 5}
+# Without drafts, so that the streams last until the engine is killed.
+SIZES |= {"speculation": "off"}
 
 
 def options(folder, **changes):
