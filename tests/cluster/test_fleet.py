@@ -424,8 +424,9 @@ MEASURED = {
 
 
 def test_streams_of_a_stopped_replica_go_on_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence_watch, "PING_EVERY_S", 0.02)
-    monkeypatch.setattr(silence_watch, "LEAST_SILENCE_S", 0.2)
+    # Even on a busy machine the other replica answers within a second.
+    monkeypatch.setattr(silence_watch, "PING_EVERY_S", 0.2)
+    monkeypatch.setattr(silence_watch, "LEAST_SILENCE_S", 1.0)
 
     async def test(fleet: EngineFleet) -> None:
         streams = [generate(fleet, f"q{number}", max_tokens=40) for number in range(4)]

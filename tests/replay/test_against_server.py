@@ -47,7 +47,7 @@ def replayed(trace: Trace, address: ServerAddress, **model: object) -> ReplayFig
 def recorded(tmp_path_factory):
     """The figures of a replay, and what the server recorded of it."""
     path = tmp_path_factory.mktemp("record") / "load"
-    options = {"command": list(COMMAND), "fake": {"step_s": 0.002}}
+    options = {"command": list(COMMAND), "fake": {"step_s": 0.02}}
     with launched(**options, record=str(path), api_keys=["a:replay-key-1"]) as server:
         figures = replayed(TRACE, ServerAddress.of(server.url, "replay-key-1"))
         refused = replayed(TRACE.first(1), ServerAddress.of(server.url, "replay-key-1"), name="x")

@@ -41,7 +41,7 @@ def words(response):
 def test_a_signal_drains_open_streams_and_leaves_no_process():
     """SIGTERM does in the next test."""
     with launched(command=FAKE, fake={"step_s": 0.02}, is_forked=False) as server:
-        wish = WISH | {"max_tokens": 100}
+        wish = WISH | {"max_tokens": 250}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=wish) as response:
             events = words(response)
             next(events)
@@ -65,7 +65,7 @@ def test_a_signal_drains_open_streams_and_leaves_no_process():
 def test_with_json_logs_every_line_on_stderr_is_an_object():
     """Once the server is up nothing goes to stdout; both come in one stream here."""
     with launched(command=FAKE, fake={"step_s": 0.02}, log_format="json") as server:
-        wish = WISH | {"max_tokens": 20}
+        wish = WISH | {"max_tokens": 100}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=wish) as response:
             events = words(response)
             next(events)
@@ -155,7 +155,7 @@ def test_each_option_of_the_server_reaches_the_part_that_keeps_it():
         "max_list_length": 1,
         "max_body_bytes": 1000,
         "max_tenant_requests": 3,
-        "default_deadline_s": 0.2,
+        "default_deadline_s": 0.8,
         "allowed_origins": ["https://a.example"],
     }
     cases = [
@@ -166,7 +166,7 @@ def test_each_option_of_the_server_reaches_the_part_that_keeps_it():
         ({"prompt": [10], "stop_token_ids": [1, 2]}, 400, "bound of 1"),
         ({"prompt": "x" * 1000}, 413, "1000 bytes"),
         ({"prompt": [[10], [11]], "n": 2}, 400, "may have 3 open at once"),
-        ({"prompt": [10], "max_tokens": 400}, 408, "0.2"),
+        ({"prompt": [10], "max_tokens": 400}, 408, "0.8"),
     ]
     with launched(command=FAKE, fake={"step_s": 0.02}, **options) as server:
         for body, status, expected in cases:

@@ -300,7 +300,7 @@ def test_the_alert_rules_ask_for_metrics_that_exist_and_say_what_to_do(exposed):
 
 def test_metrics_of_the_api_server_come_while_the_engine_recovers():
     """A fake engine takes its time to start again."""
-    with launched(command=FAKE, fake={"step_s": 0.005}) as server:
+    with launched(command=FAKE, fake={"step_s": 0.005, "hang_s": 1.0}) as server:
         generate(server.http, prompt=[10, 11])
         before = scrape(server.http)
         assert before["quire_engine_up",] == 1
