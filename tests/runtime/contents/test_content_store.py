@@ -71,9 +71,9 @@ def test_contents_are_encoded_one_after_the_other(store: ContentStore) -> None:
     assert not store.begin(A.digest) and not store.begin(B.digest)
     store.advance(0.0)
     assert store._tower.num_slices == 1, "one slice at least, and no more without time"
-    store.wait()
+    store.advance(60.0)
     assert store.begin(A.digest) and not store.begin(B.digest)
-    store.wait()
+    store.advance(60.0)
     assert store.begin(B.digest)
     assert rows(store, 0, A).eq(1.0).all() and rows(store, 1, B).eq(2.0).all()
     assert store.num_encoded == 2
@@ -99,7 +99,7 @@ def test_what_the_cache_has_forgotten_is_encoded_again() -> None:
     encode(store, B)
     store.release(B.digest)
     assert store.begin(B.digest) and not store.begin(A.digest)
-    store.wait()
+    store.advance(60.0)
     assert store.begin(A.digest), "it is encoded again from its inputs"
     counts = store.counts()
     assert counts.pop("encode_s") > 0.0
@@ -152,7 +152,7 @@ def test_a_failed_content_is_named_once(store: ContentStore) -> None:
     bad = content(4, -1.0)
     store.open([bad, A])
     assert not store.begin(bad.digest)
-    store.wait()
+    store.advance(60.0)
     assert not store.begin(bad.digest), "it is not tried again until it was reported"
     assert list(store.pop_failed()) == [bad.digest] and not store.pop_failed()
     encode(store, A)
@@ -172,7 +172,7 @@ def test_a_tower_that_cannot_be_loaded_is_not_tried_for_ever() -> None:
     for name in range(MOST_LOADS + 2):
         store.open([content(name)])
         assert not store.begin(content(name).digest)
-        store.wait()
+        store.advance(60.0)
         reasons += store.pop_failed().values()
     assert num_tried == MOST_LOADS
     refused = ["encoder can't be loaded" in reason for reason in reasons]
@@ -189,7 +189,7 @@ def test_a_content_without_requests_is_dropped_from_the_queue(store: ContentStor
     store.open([A, B])
     assert not store.begin(A.digest) and not store.begin(B.digest)
     store.close([A.digest, B.digest])
-    store.wait()
+    store.advance(60.0)
     assert store.num_encoded == 0
     # B comes back before its failure was reported, so the new request does not fail.
     store.open([B])
