@@ -34,7 +34,7 @@ class Folders:
         return str(folder)
 
     def read(self, folder: Path) -> LoRAAdapter:
-        self.gate.wait(5)
+        self.gate.wait(60)
         self.reads.append(folder.name)
         file = folder / "adapter_config.json"
         if not file.exists():
@@ -131,7 +131,7 @@ def test_an_adapter_released_during_its_reading_is_not_made_ready(folders: Folde
     reading = list(store._reading.values())
     store.release(first)
     folders.gate.set()
-    wait(reading, 5)
+    wait(reading, 60)
     assert not store._ready and store.begin(first), "but it is in the host's memory"
 
 
