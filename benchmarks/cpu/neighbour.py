@@ -31,9 +31,12 @@ from quire.kernels.cpu.library import load_library
 
 NUM_PROMPT_TOKENS = 64
 FIRST_TOKEN_ID = 300  # below the vocabulary size of the embedded model, above its special tokens
-LOOP = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+LOOP = """import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+print(flush=True)
+while True: pass"""
 LIMIT_S = 6.0  # for a figure, so that who falls deep is measured on fewer tokens
-START_S = 0.3  # until the loop is under way, and its predecessor's time is forgotten
+START_S = 0.3  # until the time of the loop's predecessor is forgotten
 
 
 @dataclass(slots=True)
@@ -60,13 +63,15 @@ HEADER = ("contender", "alone, tok/s", "beside a busy loop", "rounds", "kept")
 @contextmanager
 def busy_processor(processor: int) -> Iterator[None]:
     """A process that takes all it gets of one processor; ended afterwards, by its own id."""
-    loop = subprocess.Popen([sys.executable, "-c", LOOP, str(processor)])
-    try:
-        time.sleep(START_S)
-        yield
-    finally:
-        loop.kill()
-        loop.wait()
+    words = [sys.executable, "-c", LOOP, str(processor)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as loop:
+        try:
+            assert loop.stdout is not None
+            loop.stdout.readline()  # it is under way
+            time.sleep(START_S)
+            yield
+        finally:
+            loop.kill()
 
 
 def alternate(contender: str, measure: Callable[[], float], num_rounds: int) -> Speeds:

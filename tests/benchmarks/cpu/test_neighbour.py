@@ -18,7 +18,7 @@ def neighbour(
     monkeypatch: pytest.MonkeyPatch, load_script: Callable[[str], ModuleType]
 ) -> ModuleType:
     module = load_script("benchmarks.cpu.neighbour")
-    monkeypatch.setattr(module, "START_S", 0.2)
+    monkeypatch.setattr(module, "START_S", 0.0)
     return module
 
 
