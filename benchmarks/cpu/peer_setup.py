@@ -43,11 +43,10 @@ QUIRE_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "bf16": (),
     "int8": ("--quantization", "int8"),
     "int4": ("--quantization", "int4"),
-    "Q8_0": (),
-    "Q4_K_M": (),
 }
-"""Of the last two the model names the file, which is the same for all engines."""
-FILES = ("Q8_0", "Q4_K_M")
+FILES = ("Q8_0", "Q5_K_M", "Q4_K_M")
+"""Precisions of which the model names the file, which is the same for all engines."""
+PRECISIONS = (*QUIRE_ARGUMENTS, *FILES)
 
 # The prompts are random, so that a prefix cache has nothing to give: off on both sides.
 QUIRE_SERVER = (
@@ -161,7 +160,8 @@ def quire_engines(
             server=(*QUIRE_SERVER, *extra, *arguments),
             quality=(*quality, *extra, *arguments),
         )
-        for precision, extra in QUIRE_ARGUMENTS.items()
+        for precision in PRECISIONS
+        for extra in [QUIRE_ARGUMENTS.get(precision, ())]
     )
 
 
@@ -195,10 +195,10 @@ def _read_engine(path: Path, entry: Mapping[str, Any]) -> EngineSetup:
         for name, placed in values["models"].items()
     }
     values["skip"] = frozenset(values.get("skip", ()))
-    if values["precision"] not in QUIRE_ARGUMENTS:
+    if values["precision"] not in PRECISIONS:
         raise SetupError(
             f"{path}: precision is {values['precision']!r}, but must be one of"
-            f" {', '.join(QUIRE_ARGUMENTS)}"
+            f" {', '.join(PRECISIONS)}"
         )
     if not values["skip"] <= set(PARTS):
         raise SetupError(f"{path}: skip is {sorted(values['skip'])}, but the parts are {PARTS}")

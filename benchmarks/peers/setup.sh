@@ -116,7 +116,7 @@ if wants llama; then
         done
     }
     gguf_models "$MODEL" q8_0 q4_0
-    gguf_models "$REAL" q8_0 q4_k_m
+    gguf_models "$REAL" q8_0 q5_k_m q4_k_m
 fi
 
 if wants onnxruntime; then

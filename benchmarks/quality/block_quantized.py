@@ -8,7 +8,8 @@ and short answers in English) twice: with the codes as they are served, whose pr
 activations, and with the same codes as numbers in float32. Prints the perplexity of the tokens that
 have at least --context tokens of their window before them, the mean divergence from the numbers'
 distributions, and how often the likeliest token is the same. The last rows are bf16 and int8 K and
-V, beside the model in float32.
+V, beside the model in float32. A row that is no format's name is the path of a file or folder with
+that model, which is read as it is.
 """
 
 import argparse
@@ -21,30 +22,25 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 from tests.quantized_copies import copies
 from tests.real_weights import MODELS
 
+from benchmarks.quality import heldout
 from quire.bench.quality.comparison import Quality, Reference, compare
 from quire.bench.quality.readers import EngineReader
 from quire.bench.quality.windows import Window, cut
 from quire.formats.block_quantized.linear_methods import BlockQuantizedMethods
-from quire.hub.model_folder import EMBEDDED_MODEL
 from quire.text.tokenizer import Tokenizer
 
-HELDOUT = Path(__file__).parents[2] / "tests" / "data" / "heldout"
-TEXTS = ("val_code", "val_chat_fn", "val_chat_file")
 PLAIN_ROWS = {"bf16": {"dtype": "bfloat16"}, "int8 K and V": {"kv_cache_dtype": "int8"}}
 
 
 def windows(model: Path, count: int, window_tokens: int) -> list[Window]:
     """Whole windows of the held-out texts, in turn, with the model's tokenizer."""
-    theirs, ours = (Tokenizer.from_folder(folder) for folder in (EMBEDDED_MODEL, model))
-    found = []
-    for name in TEXTS:
-        token_ids = np.fromfile(HELDOUT / f"{name}.bin", dtype="<u2")[: 4 * count * window_tokens]
-        found.append(list(cut(ours.encode(theirs.decode(token_ids.tolist())), window_tokens))[:-1])
-    places = [(index, text) for index in range(count) for text in range(len(TEXTS))]
+    tokenizer = Tokenizer.from_folder(model)
+    texts = heldout.texts(4 * count * window_tokens).values()
+    found = [list(cut(tokenizer.encode(text), window_tokens))[:-1] for text in texts]
+    places = [(index, text) for index in range(count) for text in range(len(found))]
     return [found[text][index] for index, text in places if index < len(found[text])][:count]
 
 
@@ -80,7 +76,9 @@ def main() -> int:
     parser.add_argument("--window-tokens", type=int, default=1024)
     parser.add_argument("--context", type=int, default=256, help="tokens that only precede others")
     parser.add_argument("--kernels", default="auto", help="as for the commands of quire")
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="names of rows; without any, all")
+    parser.add_argument(
+        "rows", nargs="*", metavar="ROW", help="names or paths; without any, all names"
+    )
     args = parser.parse_args()
     if not 0 < args.context < args.window_tokens:
         parser.error(f"--context is {args.context}, but must be from 1 to {args.window_tokens - 1}")
@@ -92,9 +90,12 @@ def main() -> int:
         smollm2, MODELS / "smollm2-135m-instruct-q4_1.gguf"
     )
     names = args.rows or [*makers, *PLAIN_ROWS]
+    for name in names:
+        if name not in makers and name not in PLAIN_ROWS and not Path(name).exists():
+            parser.error(f"there is no row {name!r}, and no such file or folder")
     for name in (name for name in names if name not in PLAIN_ROWS):
         with tempfile.TemporaryDirectory() as folder:
-            path = makers[name](Path(folder, "copy"))
+            path = makers[name](Path(folder, "copy")) if name in makers else Path(name)
             exact = read(path, given, as_numbers=True, **options)
             found = read(path, given, **options)
         print(f"{name:22}{said(quality(given, exact, found))}", flush=True)

@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.cpu import comparison as speed_comparison
 from benchmarks.cpu.peer_setup import (
+    FILES,
     EngineSetup,
     Model,
     Setup,
@@ -34,12 +35,12 @@ from benchmarks.cpu.peer_setup import (
     read_setup,
 )
 from benchmarks.cpu.tables import Results
+from benchmarks.quality import heldout
 from benchmarks.quality.tables import REFERENCE, find_rows, make_notes, make_report
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 PARTS = ("quality", "speed")
-TEXTS = (ROOT / "README.md", ROOT / "src" / "quire" / "core" / "scheduling" / "scheduler.py")
+PRECISIONS = ("bf16", "int8", "int4", *FILES)
 TIMEOUT_S = 900.0
 FP32_BYTES = 4
 
@@ -96,14 +97,15 @@ class QualityRun:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(self.model.folder / "tokenizer.json"))
-        texts = [tokenizer.encode(path.read_text()).ids for path in self.args.text]
-        windows = cut_windows(texts, self.args.windows_per_text, self.args.window_tokens)
+        texts = {path.name: path.read_text() for path in self.args.text} or heldout.texts()
+        encoded = [tokenizer.encode(text).ids for text in texts.values()]
+        windows = cut_windows(encoded, self.args.windows_per_text, self.args.window_tokens)
         listed = json.dumps(windows)
         (self.folder / "windows.json").write_text(listed)
         tokens = self.args.window_tokens
         now = {
             "model": self.model.name,
-            "texts": [path.name for path in self.args.text],
+            "texts": list(texts),
             "num_windows": len(windows),
             "window_tokens": tokens,
             "num_predicted": len(windows) * (tokens - tokens // 2),
@@ -173,10 +175,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--markdown", type=Path, help="the tables")
     add("--parts", type=listed_words, default=list(PARTS), help=f"of {','.join(PARTS)}")
     add("--engines", type=listed_words, default=[], help='only these, such as "quire,OpenVINO"')
-    add("--precisions", type=listed_words, default=["bf16", "int8", "int4", "Q8_0", "Q4_K_M"])
+    add("--precisions", type=listed_words, default=list(PRECISIONS))
     add("--quire-arguments", type=shlex.split, default=[], help="for quire's drivers")
-    add("--text", type=Path, nargs="+", default=list(TEXTS), help="UTF-8 texts to predict")
-    add("--windows-per-text", type=int, default=3)
+    add("--text", type=Path, nargs="+", default=[], help="UTF-8 texts; default: held-out ones")
+    add("--windows-per-text", type=int, default=2)
     add("--window-tokens", type=int, default=1024)
     add("--threads", type=int, default=2)
     add("--speed-arguments", type=shlex.split, default=[], help='for cpu.py, as "--rounds 2"')

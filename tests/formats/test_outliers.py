@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.quality.block_quantized import HELDOUT, quality, read, said
+from benchmarks.quality.block_quantized import quality, read, said
+from benchmarks.quality.heldout import HELDOUT
 from tests.assembly.format_checks.test_weight_format_check import write_w8a8
 from tests.outlier_model import make_massive_channels
 

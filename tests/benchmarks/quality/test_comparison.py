@@ -112,6 +112,16 @@ def test_all_engines_read_the_same_tokens(
     assert "cannot load" in (tmp_path / "out.raw" / "Broken-int8.log").read_text()
 
 
+def test_without_a_text_held_out_ones_are_read(
+    comparison: ModuleType, words: list[str], tmp_path: Path
+) -> None:
+    first = words.index("--text")
+    comparison.main([*words[:first], *words[first + 3 :]])
+    facts = json.loads((tmp_path / "out.json").read_text())
+    assert facts["texts"] == ["val_code", "val_chat_fn", "val_chat_file"]
+    assert (facts["num_windows"], facts["num_predicted"]) == (6, 12)
+
+
 def test_append_keeps_what_was_measured(
     comparison: ModuleType, words: list[str], tmp_path: Path
 ) -> None:
