@@ -2,6 +2,13 @@
 
 import subprocess
 import sys
+from importlib.abc import Loader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from quire.deferred_imports import DEFERRED, TESTED, USERS, DeferredImports, defer_imports
 
 IMPORTING = """
 import gc
@@ -27,7 +34,7 @@ print("\\n" + " ".join(name for name in sys.modules))
 """
 
 HEAVY = {
-    *("torch._dynamo", "torch._inductor", "sympy", "triton"),
+    *("torch._dynamo", "torch._inductor", "torch._refs", "sympy", "triton"),
     *("transformers", "pandas", "scipy", "PIL", "pydantic", "starlette", "uvicorn", "httptools"),
     *(
         "jinja2",
@@ -51,6 +58,78 @@ def run(code: str, *words: str) -> str:
 
 def test_quick_imports_leave_the_collector_as_it_was() -> None:
     run(IMPORTING)
+
+
+DEFERRING = """
+import sys
+from quire.deferred_imports import DEFERRED, defer_imports
+
+defer_imports()
+import torch
+
+assert "torch._refs" not in sys.modules
+assert not hasattr(torch.export, "__wrapped__") and "torch._refs" not in sys.modules
+torch.rand(3, generator=torch.Generator().manual_seed(1))
+on_meta = torch.ones(3, device="meta")
+"""
+"""Imports torch without the deferred modules. These import torch._refs, which nothing else does."""
+
+
+def test_deferred_modules_run_when_an_attribute_is_read() -> None:
+    run(
+        DEFERRING
+        + """
+assert torch.export.Dim("length").__name__ == "length"
+assert not hasattr(torch.export, "no_such_name")
+assert "torch._refs" in sys.modules
+assert torch.where(on_meta > 0, on_meta, on_meta).is_meta
+assert all("__getattr__" not in vars(sys.modules[name]) for name in DEFERRED)
+"""
+    )
+
+
+class NotingLoader(Loader):
+    """Notes the names of the modules that it runs."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.names.append(module.__name__)
+
+
+@pytest.mark.parametrize("user", [*USERS, "torch.export.dynamic_shapes"])
+def test_deferred_modules_run_before_their_users_are_imported(user: str) -> None:
+    imports, loader = DeferredImports(), NotingLoader()
+    for name in DEFERRED:
+        imports.wait(loader, ModuleType(name))
+    assert imports.find_spec("torch.nn", None) is None and not loader.names
+    assert imports.find_spec(user, None) is None and loader.names == list(DEFERRED)
+    assert imports.find_spec(DEFERRED[0], None) is None  # no longer deferred
+
+
+def test_other_versions_of_torch_defer_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "export.py").touch()
+    torch = ModuleType("torch")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    for version, is_deferred in ((TESTED[0] + "0+cpu", True), ("2.999.0", False)):
+        monkeypatch.setattr(torch, "__version__", version, raising=False)
+        found = DeferredImports().find_spec("torch.export", [str(tmp_path)])
+        assert (found is not None) == is_deferred
+
+
+def test_nothing_is_deferred_once_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    finders = [each for each in sys.meta_path if not isinstance(each, DeferredImports)]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    defer_imports()
+    assert sys.meta_path == finders
+    monkeypatch.delitem(sys.modules, "torch")
+    defer_imports()
+    defer_imports()
+    assert [type(each) for each in sys.meta_path[:2]].count(DeferredImports) == 1
 
 
 def test_generating_a_text_imports_no_heavy_module_that_it_does_not_need() -> None:

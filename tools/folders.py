@@ -78,6 +78,7 @@ def with_map(page: str) -> str:
     head += "option_fields.py          how a component declares its options\n"
     head += "ipc.py                    messages between our own processes\n"
     head += "child_process.py          starts Python processes of our own\n"
+    head += "deferred_imports.py       defers parts of torch that they do not use\n"
     head += "quick_start.py            makes their starts quick\n"
     new, count = re.subn(
         r"^```\nerrors\.py, version\.py .*?^```",
