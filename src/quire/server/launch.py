@@ -46,7 +46,7 @@ from quire.server.limits import CallLimits
 from quire.server.listed_model import ListedModel
 from quire.server.model_launch import (
     ModelPlan,
-    finish_grammars,
+    begin_grammars,
     make_plan,
     make_service,
     start_engine,
@@ -206,7 +206,7 @@ async def _open_model(plan: ModelPlan, shared: SharedState) -> AsyncIterator[Ser
     """Load the only model of a server."""
     engine = await start_engine(plan)
     try:
-        finish_grammars(plan.files, engine.limits)
+        begin_grammars(plan.files, engine.limits)
         service = make_service(plan, engine, shared)
         if shared.monitor.recorder is not None:
             shared.monitor.recorder.begin(engine.limits, engine.facts)

@@ -147,7 +147,6 @@ def _load_files(options: EngineOptions, server: ServerConfig) -> ModelFiles:
 async def start_engine(plan: ModelPlan, *, shows_progress: bool = True) -> EngineFleet:
     """Start the engine and show the progress of loading the model on stderr. Raises
     EngineDeadError, or the error that kept the engine from being built."""
-    plan.files.grammars.begin()
     options = plan.options.as_mapping()
     if not shows_progress:
         return await start_engines(options, plan.server, lambda *_: None, plan.early)
@@ -156,19 +155,19 @@ async def start_engine(plan: ModelPlan, *, shows_progress: bool = True) -> Engin
         return await start_engines(options, plan.server, progress, plan.early)
 
 
-def finish_grammars(files: ModelFiles, limits: ModelLimits) -> None:
-    """Wait for the grammar workers, so that the first grammar need not wait for their start. If the
-    model generates no text, close the compilers instead. Blocks for up to some seconds."""
-    compilers = files.grammars
+def begin_grammars(files: ModelFiles, limits: ModelLimits) -> None:
+    """Start the process that compiles grammars, for the vocabulary that the engine reports. It
+    starts after the engine, with which it would compete for processors. If the model generates no
+    text, close the compilers instead."""
     if limits.generates:
-        compilers.limit_to(limits.vocab_size)
-        compilers.finish()
+        files.grammars.limit_to(limits.vocab_size)
+        files.grammars.begin()
     else:
-        compilers.close()
+        files.grammars.close()
 
 
 def make_service(plan: ModelPlan, engine: EngineFleet, shared: SharedState) -> Service:
-    """Make the `Service` of a model whose engine has started, after `finish_grammars`."""
+    """Make the `Service` of a model whose engine has started, after `begin_grammars`."""
     return Service(
         engine,
         plan.files.tokenizer,

@@ -27,7 +27,7 @@ from quire.server.fleet_launch import check_fleet
 from quire.server.hosted_model import HostedModel
 from quire.server.idle_unload import IdleUnload
 from quire.server.listed_model import ListedModel
-from quire.server.model_launch import ModelPlan, finish_grammars, make_plan, make_service
+from quire.server.model_launch import ModelPlan, begin_grammars, make_plan, make_service
 from quire.server.model_launch import start_engine as start_planned
 from quire.server.model_room import ModelRoom
 from quire.server.served_models import ServedModels
@@ -134,7 +134,7 @@ class EngineLoader:
             plan.files.grammars.close()
             raise
         try:
-            await asyncio.to_thread(finish_grammars, plan.files, engine.limits)
+            begin_grammars(plan.files, engine.limits)
             service = make_service(plan, engine, replace(self._shared, monitor=self._monitor))
             service = replace(service, idle_unload=self._new_idle_unload(engine))
             await service.adapters.read_all(plan.lora_modules.read_first)

@@ -21,14 +21,13 @@ from quire.engine_client.process.grammar_main import (
     KILL,
     MAX_JOB_BYTES,
     MAX_JOB_S,
-    READY,
     Begin,
     Hello,
     Job,
     Made,
     RefusedForm,
 )
-from quire.errors import ConfigurationError, EngineDeadError, InvalidRequestError
+from quire.errors import EngineDeadError, InvalidRequestError
 from quire.ipc import FrameSplitter, decoder, encode
 from quire.observability import log
 from quire.text.parsers.dialect import Dialect
@@ -95,8 +94,8 @@ class _Worker:
 
 
 class GrammarCompilers:
-    """The grammar process of one model and its workers. Belongs to one event loop, but `begin`,
-    `finish` and `close` may be called from any thread."""
+    """The grammar process of one model and its workers. Belongs to one event loop, but `begin`
+    and `close` may be called from any thread."""
 
     def __init__(
         self,
@@ -123,16 +122,6 @@ class GrammarCompilers:
         if vocab_size < self._begin.vocab_size:
             self.close()
             self._begin = msgspec.structs.replace(self._begin, vocab_size=vocab_size)
-            self.begin()
-
-    def finish(self) -> None:
-        """Wait for the process that `begin` has started. Raises ConfigurationError if it has
-        failed."""
-        if self._control is not None and self._control.recv(len(READY)) != READY:
-            raise ConfigurationError(
-                "the process that makes grammars ended before it had read the tokenizer; its"
-                " messages above say why"
-            )
 
     async def make(self, form: str, origin: str) -> str | None:
         """The grammar of `form`, checked to compile; None if the form sets no constraint.

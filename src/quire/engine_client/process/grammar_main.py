@@ -45,7 +45,6 @@ MAX_JOB_BYTES = 768 << 20
 _MAX_KEPT_BYTES = 128 << 20
 """Bytes of memory. If a worker holds more when a job is done, a new worker replaces it."""
 
-READY = b"ready"
 FORK = b"fork"
 KILL = b"kill "
 """Packets on the control socket; a process id in decimal follows KILL."""
@@ -108,7 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         compiler = GrammarCompiler(tokenizer, begin.vocab_size, (), max_cached=0)
         compiler.vocabulary.make()
         gc.freeze()  # keeps workers from copying memory that they share with this process
-        control.send(READY)
         jobs = _serve(control)
     if jobs is None:
         return 0

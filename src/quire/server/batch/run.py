@@ -29,7 +29,7 @@ from quire.server.endpoint_registry import ENDPOINTS
 from quire.server.launch import ServerPlan, plan_server
 from quire.server.model_launch import (
     ModelPlan,
-    finish_grammars,
+    begin_grammars,
     make_plan,
     make_service,
     start_engine,
@@ -96,7 +96,7 @@ async def _run(
     engine = await start_engine(model)
     monitor = Monitor(model_name=model.model_names[0])
     try:
-        finish_grammars(model.files, engine.limits)
+        begin_grammars(model.files, engine.limits)
         service = make_service(model, engine, plan.shared_state(monitor))
         app = create_app(ServedModels.of(service), plan.access)
         num_open = max_open_calls or OPEN_CALLS_PER_ROW * int(engine.facts["max_num_seqs"])
