@@ -85,16 +85,14 @@ def build_engine(
     on_progress: OnProgress | None = None,
     kv_allocator: KVManagerFactory | None = None,
     tokenizer: Tokenizer | None = None,
-    prepare_grammars: bool = False,
     watch: Callable[[Runner], Runner] | None = None,
 ) -> Engine:
     """Build an engine that is ready to step. `options` may also map option names to values.
 
     `kv_allocator` makes the manager of KV memory, for comparisons; None makes the paged manager.
     With a `kv_allocator`, there is a prefix cache only if the options ask for it. `tokenizer` is
-    for grammars. None reads the options' tokenizer when the first grammar comes. `prepare_grammars`
-    prepares the vocabulary for grammars during the build, so that in a server the first grammar
-    does not delay other requests. `watch` wraps the runner, to observe its calls.
+    for grammars. None reads the options' tokenizer when the first grammar comes. `watch` wraps the
+    runner, to observe its calls.
 
     Raises ConfigurationError and its subclasses if options can't be obeyed, the model is unknown or
     can't be read, or memory is insufficient.
@@ -109,7 +107,7 @@ def build_engine(
     policy = POLICIES.make(checked.scheduling_policy)
     check_host_tier(checked)
     with _named_out_of_memory(checked):
-        # Then find the model, and prepare grammars on a thread while its weights are read.
+        # Then find the model.
         kind = choose_kind(checked, on_progress)
         log_unexpected_properties(kind)
         _check_adapters(kind)
@@ -118,8 +116,6 @@ def build_engine(
         compiler = None
         if not checked.skip_tokenizer_init:
             compiler = _compiler(kind, generation, tokenizer)
-        if compiler is not None and prepare_grammars and kind.generates:
-            compiler.begin()
         # Last, build the engine.
         with cache_folder(checked) as folder:
             engine = _build(
@@ -200,8 +196,6 @@ def _build(
 ) -> Engine:
     checked, config = kind.options, kind.config
     rank, own_runner, tiers = _build_ranks(kind, on_progress, cache)
-    if compiler is not None:
-        compiler.finish()  # otherwise compiling would slow down the measured steps
     # First, collect the limits of requests and the facts that the engine reports.
     memory_plan, layout = rank.memory_plan, rank.layout
     limits = ModelLimits(

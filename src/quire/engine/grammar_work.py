@@ -57,6 +57,9 @@ class GrammarSource(Protocol):
 
     def compile(self, grammar: str, domain: str = "") -> StartableGrammar: ...
 
+    def prepare(self) -> None:
+        """Do work ahead for the first grammar. If it fails, `compile` raises the error."""
+
 
 @dataclass(slots=True)
 class _Preparing:
@@ -103,6 +106,11 @@ class GrammarWork:
         """Whether a request waits for its grammar, or the output of a refused request was not taken
         yet."""
         return bool(self._preparing or self._refused)
+
+    def prepare(self) -> None:
+        """Prepare the compiler in a thread, so that the first grammar delays no other request."""
+        if self._compiler is not None:
+            self._slow.submit(self._compiler.prepare)
 
     def check(self, params: DecodingParams) -> None:
         """Raise InvalidRequestError if requests with these params can't be served."""

@@ -1,13 +1,12 @@
-"""The grammar compiler of one engine, created for the first grammar or at start.
+"""The grammar compiler of one engine, created for the first grammar or ahead of it.
 
 The compiler reads the tokenizer's vocabulary, which takes time and memory that a process without
 grammars should not spend. So the first grammar creates the compiler. With a large vocabulary, this
-would delay other requests, so `begin` creates the compiler at start.
+would delay other requests, so `prepare` creates the compiler ahead of it.
 """
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from quire.text.tokenizer import Tokenizer
@@ -16,8 +15,8 @@ if TYPE_CHECKING:  # the first grammar imports it
     from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler
 
 LARGE_VOCABULARY = 8192
-"""A server reads a vocabulary of at least this many tokens at start, in its engine and in the
-process that compiles grammars. llguidance holds the GIL while it reads a vocabulary, for 2 us a
+"""A server reads a vocabulary of at least this many tokens once it is ready, in its engine and in
+the process that compiles grammars. llguidance holds the GIL while it reads a vocabulary, for 2 us a
 token. Later, with 150,000 tokens, all streams would stop for 0.4 s."""
 
 
@@ -38,25 +37,16 @@ class SharedCompiler:
         self._end_token_ids = end_token_ids
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
-        #: The preparation that `begin` has started in a thread; None if `begin` started none.
-        self._begun: Future[None] | None = None
 
     def compile(self, grammar: str, domain: str = "") -> "CompiledGrammar":
         """See `GrammarCompiler.compile`. Raises InvalidRequestError, which names a part that is not
         supported."""
         return self._made().compile(grammar, domain)
 
-    def begin(self) -> None:
-        """Make the compiler in a thread, if making it later would delay other requests."""
+    def prepare(self) -> None:
+        """Make the compiler, if making it for the first grammar would delay other requests."""
         if self._vocab_size >= LARGE_VOCABULARY:
-            thread = ThreadPoolExecutor(1, "quire-vocabulary")
-            self._begun = thread.submit(lambda: self._made().vocabulary.make())
-            thread.shutdown(wait=False)
-
-    def finish(self) -> None:
-        """Wait for the thread of `begin`. Raises its error."""
-        if self._begun is not None:
-            self._begun.result()
+            self._made().vocabulary.make()
 
     def _made(self) -> "GrammarCompiler":
         with self._lock:

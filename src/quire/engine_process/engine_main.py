@@ -52,8 +52,10 @@ def _build_engine(options: Mapping[str, object], on_progress: OnProgress) -> Eng
         process_setup.load_libraries()  # now, after the watching thread has started
         from quire.assembly.build import build_engine  # the same
 
-        engine = build_engine(options, on_progress, prepare_grammars=True)
+        engine = build_engine(options, on_progress)
     process_setup.freeze_heap()
+    if engine.limits.generates:
+        engine.grammars.prepare()
     return engine
 
 

@@ -213,6 +213,9 @@ class AnyText:
         """See `GrammarSource`."""
         return self
 
+    def prepare(self) -> None:
+        """See `GrammarSource`; there is nothing to prepare."""
+
     def start(self) -> AnyText:
         """See `StartableGrammar`."""
         return self

@@ -111,6 +111,9 @@ class FakeGrammars:
             ) from error
         return FakeGrammar(modulus, fewest, most, self._vocab_size)
 
+    def prepare(self) -> None:
+        """See `GrammarSource`; there is nothing to prepare."""
+
 
 def fake_grammar_work(vocab_size: int, **options: Any) -> GrammarWork:
     """A `GrammarWork` for the fake model. It compiles in the calling thread; no mask is slow."""
