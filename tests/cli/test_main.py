@@ -15,6 +15,7 @@ import pytest
 import quire
 from quire.cli import main as cli
 from quire.core.sampling_params import SamplingDefaults
+from quire.core.scheduling.options import SERVED_COSTS_FILE
 from quire.engine_client.process import early_process as early_module
 from quire.errors import CheckpointError
 from quire.server.config import ServerConfig
@@ -294,12 +295,20 @@ def test_serve_hands_its_options_to_the_server(handed: Handed) -> None:
     more = ["--max-itl-ratio", "0", "--disable-log-stats", "--max-body-bytes", "2KiB"]
     assert cli.main([*words.split(), *more]) == 2
     assert handed == [
-        ({"max_itl_ratio": 2.7, "disable_log_stats": False}, ServerConfig()),
+        (
+            {
+                "max_itl_ratio": 2.7,
+                "start_costs": SERVED_COSTS_FILE,
+                "disable_log_stats": False,
+            },
+            ServerConfig(),
+        ),
         (
             {
                 "model": "org/model",
                 "num_blocks": 9,
                 "max_itl_ratio": 0.0,
+                "start_costs": SERVED_COSTS_FILE,
                 "seed": 4,
                 "disable_log_stats": True,
             },

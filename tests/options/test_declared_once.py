@@ -260,11 +260,17 @@ def is_text(node: ast.AST) -> Any:
 
 def test_serve_s_own_defaults_are_declared_too() -> None:
     args = build_parser().parse_args(["serve"])
-    assert served_engine_options(args) == {"max_itl_ratio": 2.7, "disable_log_stats": False}
+    assert served_engine_options(args) == {
+        "max_itl_ratio": 2.7,
+        "start_costs": "~/.cache/quire/start_costs.json",
+        "disable_log_stats": False,
+    }
     assert server_options(args) == {}
-    words = ["serve", "--max-itl-ratio", "0", "--disable-log-stats", "--seed", "4"]
+    words = ["serve", "--max-itl-ratio", "0", "--start-costs", "costs.json"]
+    words += ["--disable-log-stats", "--seed", "4"]
     assert served_engine_options(build_parser().parse_args(words)) == {
         "max_itl_ratio": 0.0,
+        "start_costs": "costs.json",
         "disable_log_stats": True,
         "seed": 4,
     }

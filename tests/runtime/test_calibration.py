@@ -9,7 +9,7 @@ from quire.assembly.build import build_engine
 from quire.core.kv_groups import KVGroup, KVKind
 from quire.core.request import Request
 from quire.core.sampling_params import DecodingParams
-from quire.core.scheduling.cost_model import StepCostModel, StepLoad
+from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
 from quire.core.scheduling.invariants import check_idle
 from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.core.step import Runner, StepPlan, StepResult, TokenLogprobs, TokenMasks
@@ -18,11 +18,13 @@ from quire.runtime.calibration import (
     LARGEST_RATIO,
     LOGPROB_CHUNKS,
     LONG_CONTEXT,
+    NUM_CHECKS,
     Probe,
     RunnerShape,
     calibrate,
-    calibrated_pacer,
+    calibrated_model,
     make_probes,
+    still_holds,
 )
 
 SHAPE = RunnerShape(
@@ -255,7 +257,18 @@ def tokens_and_steps(engine: Engine) -> tuple[dict[str, list[int]], list[TokenLo
     return tokens, in_order, engine.scheduler.stats.num_steps
 
 
-def test_the_pacer_keeps_the_ratio_it_was_asked_for() -> None:
-    pacer = calibrated_pacer(TimedRunner(), SHAPE, 2.2)
-    assert pacer.config.max_itl_ratio == 2.2
-    assert pacer.model.predict_s(StepLoad(1, 1)) > 0
+@pytest.mark.parametrize(
+    ("factor", "holds"), [(1.0, True), (1.4, True), (0.7, True), (1.6, False), (0.6, False)]
+)
+def test_a_model_holds_until_steps_change_by_half(factor: float, holds: bool) -> None:
+    model = calibrated_model(TimedRunner(), SHAPE, 2.2)
+    alone_s = model.predict_s(StepLoad(1, 1))
+    runner = TimedRunner(base_s=factor * alone_s - TOKEN_S)
+    assert still_holds(model, runner, SHAPE, runner.clock) == holds
+    assert len(runner.plans) == 1 + NUM_CHECKS and not runner.rows
+
+
+def test_a_first_step_that_touches_memory_does_not_count() -> None:
+    runner = FirstIsSlow()
+    model = StepCostModel.fit([StepSample(StepLoad(1, 1), BASE_S + TOKEN_S)])
+    assert still_holds(model, runner, SHAPE, runner.clock)

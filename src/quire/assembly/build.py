@@ -25,6 +25,7 @@ from quire.assembly.model_kind import (
 from quire.assembly.rank_build import RankBuild, bind_threads, build_rank
 from quire.assembly.reports.machine_rates import measure_rates
 from quire.assembly.scheduler_build import answer_facts, make_scheduler
+from quire.assembly.start_costs import StartCostFile, StartCosts, start_facts
 from quire.assembly.tier_build import (
     build_ranked_tiers,
     build_tiers,
@@ -38,7 +39,7 @@ from quire.core.memory.kv_cache_manager import KVCacheConfig, KVManagerFactory, 
 from quire.core.memory.tiers.contract import Tiers
 from quire.core.sampling_params import ModelLimits
 from quire.core.scheduling.cost_model import StepCostModel
-from quire.core.scheduling.pacing import LearningPacer, StepPacer
+from quire.core.scheduling.pacing import LearningPacer, PacingConfig, StepPacer
 from quire.core.scheduling.policy import POLICIES, Policy
 from quire.core.step import Runner
 from quire.distributed.group import ProcessGroup
@@ -62,7 +63,12 @@ from quire.observability.log import get_logger
 from quire.observability.machine_processors import usable_processors
 from quire.options.engine_options import EngineOptions
 from quire.options.pooling_options import GENERATE, POOLING
-from quire.runtime.calibration import LARGEST_CHUNK, RunnerShape, calibrated_pacer
+from quire.runtime.calibration import (
+    LARGEST_CHUNK,
+    RunnerShape,
+    calibrated_model,
+    still_holds,
+)
 from quire.runtime.device_memory import is_out_of_memory
 from quire.runtime.executor import DistributedRunner, Workers, first_rank
 from quire.runtime.page_layout import KVCacheLayout
@@ -241,10 +247,11 @@ def _build(
         engine.kv_memory = rank.runner
     if rank.binding is not None and rank.binding.leaves_nodes:
         engine.on_idle = Stragglers(rank.binding).search_when_idle
-    if checked.max_itl_ratio and kind.generates:  # a model that pools has no decodes to pace
+    if checked.max_itl_ratio and not kind.generates:  # it has no decodes to pace
+        engine.utilization.rates = measure_rates(rank.setup, checked.quantization)
+    elif checked.max_itl_ratio:
         on_progress("measuring what steps take", 0, 0)
-        pacer = _build_pacer(checked, own_runner, layout, memory_plan, config.vocab_size, is_on_gpu)
-        _use_pacer(engine, pacer, checked)
+        _measure_steps(engine, rank, own_runner, kind)
     elif scheduler.drafting is not None:
         scheduler.pacer = LearningPacer()
     if checked.enforce_eager and not is_on_gpu:
@@ -290,8 +297,7 @@ def _use_pacer(engine: Engine, pacer: StepPacer, checked: EngineOptions) -> None
 
 
 def _set_up_utilization(engine: Engine, rank: RankBuild, checked: EngineOptions) -> None:
-    """Give the engine its step log, and `engine.utilization` the least work of steps and the rates
-    of rank 0's machine."""
+    """Give the engine its step log, and `engine.utilization` the least work of steps."""
     if not checked.disable_log_stats:
         engine.stats_log = StatsLog()
     utilization = engine.utilization
@@ -299,8 +305,6 @@ def _set_up_utilization(engine: Engine, rank: RankBuild, checked: EngineOptions)
     if rank.device.type == "cuda":
         uuid = torch.cuda.get_device_properties(rank.device).uuid
         utilization.monitor = nvml.watch(f"GPU-{uuid}")
-    if checked.max_itl_ratio:  # 0: measure nothing at the start
-        utilization.rates = measure_rates(rank.setup, checked.quantization)
 
 
 def _compiler(
@@ -410,24 +414,30 @@ def _num_parameters(folder: Path) -> int:
     return sum(prod(checkpoint.shape(name)) for name in checkpoint.names)
 
 
-def _build_pacer(
-    options: EngineOptions,
-    runner: Runner,
-    layout: KVCacheLayout,
-    memory_plan: MemoryPlan,
-    vocab_size: int,
-    is_on_gpu: bool,
-) -> StepPacer:
+def _measure_steps(engine: Engine, rank: RankBuild, runner: Runner, kind: ModelKind) -> None:
+    """Pace the engine's steps by measured costs, or by those of an earlier start if they still
+    hold. `runner` drives all ranks."""
+    options, is_on_gpu = kind.options, rank.device.type == "cuda"
     shape = RunnerShape(
         num_rows=options.max_num_seqs,
         max_num_tokens=options.max_num_batched_tokens,
-        max_model_len=memory_plan.max_model_len,
-        groups=layout.groups,
-        num_blocks=memory_plan.num_blocks,
+        max_model_len=rank.memory_plan.max_model_len,
+        groups=rank.layout.groups,
+        num_blocks=rank.memory_plan.num_blocks,
         block_size=options.block_size,
-        vocab_size=vocab_size,
+        vocab_size=kind.config.vocab_size,
     )
-    return calibrated_pacer(runner, shape, options.max_itl_ratio, warms_up=is_on_gpu)
+    file = None
+    if options.start_costs is not None and not is_on_gpu:  # measured steps capture CUDA graphs, too
+        file = StartCostFile(options.start_costs, start_facts(options, rank.setup, engine.facts))
+    costs = None if file is None else file.find()
+    if costs is None or not still_holds(costs.model, runner, shape):
+        model = calibrated_model(runner, shape, options.max_itl_ratio, warms_up=is_on_gpu)
+        costs = StartCosts(model, measure_rates(rank.setup, options.quantization))
+        if file is not None:
+            file.store(costs)
+    engine.utilization.rates = costs.rates
+    _use_pacer(engine, StepPacer(PacingConfig(options.max_itl_ratio), costs.model), options)
 
 
 def _memory_config(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from quire.core.kv_groups import KVGroup
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.cost_model import StepCostModel, StepLoad, StepSample
-from quire.core.scheduling.pacing import PacingConfig, StepPacer
 from quire.core.step import BlockCopy, Chunk, RowAdmission, Runner, StepPlan
 from quire.observability.log import get_logger
 
@@ -23,6 +22,9 @@ DEFAULT_TIME_LIMIT_S = 0.4
 # The time limit is at least the time of this number of the shortest steps.
 LEAST_STEPS = 30
 NUM_ROUNDS = 8
+# A model of an earlier start is used if the fastest of NUM_CHECKS steps differs from its prediction
+# by at most this factor.
+MOST_CHANGE, NUM_CHECKS = 1.5, 3
 # A round ends when a step with a chunk takes more than this multiple of the longest decode step,
 # since pacing never allows such a step.
 LARGEST_RATIO = 4.0
@@ -83,10 +85,10 @@ class Probe:
         return [self.num_context + 1] * self.num_decodes + chunks
 
 
-def calibrated_pacer(
+def calibrated_model(
     runner: Runner, shape: RunnerShape, max_itl_ratio: float, *, warms_up: bool = False
-) -> StepPacer:
-    """A pacer whose cost model is fitted to this runner by `calibrate`."""
+) -> StepCostModel:
+    """A cost model that is fitted to this runner by `calibrate`. max_itl_ratio is for the log."""
     started_s = time.perf_counter()
     model = StepCostModel.fit(calibrate(runner, shape, warms_up=warms_up))
     alone = StepLoad(1, 1)
@@ -99,7 +101,25 @@ def calibrated_pacer(
         max_itl_ratio,
         time.perf_counter() - started_s,
     )
-    return StepPacer(PacingConfig(max_itl_ratio), model)
+    return model
+
+
+def still_holds(
+    model: StepCostModel,
+    runner: Runner,
+    shape: RunnerShape,
+    clock: Callable[[], float] = time.perf_counter,
+) -> bool:
+    """Whether a model of an earlier start predicts the time of one decoding row, within a factor of
+    MOST_CHANGE. The runner must have no rows, and has none afterwards."""
+    probe = Probe(1)
+    bench = _Bench(runner, shape, clock)
+    try:
+        bench.run(probe)  # touches code and memory for the first time
+        change = min(bench.run(probe) for _ in range(NUM_CHECKS)) / model.predict_s(probe.load)
+    finally:
+        runner.reset()
+    return 1 / MOST_CHANGE <= change <= MOST_CHANGE
 
 
 def calibrate(

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 from quire.core.scheduling.pacing import LEAST_MAX_ITL_RATIO
 from quire.core.scheduling.policy import POLICIES
 from quire.errors import ConfigurationError
-from quire.option_fields import Flag, Kind, OneOf, Options, Tokens, Whole, in_words, option
+from quire.option_fields import Flag, Kind, OneOf, Options, Text, Tokens, Whole, in_words, option
 
 SERVED_MAX_ITL_RATIO = 2.7
+SERVED_COSTS_FILE = "~/.cache/quire/start_costs.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,4 +113,15 @@ class PolicyOptions(Options):
         " adjusted to later steps. 0: no limit, for the highest throughput, and nothing is"
         " measured.",
         flag=Flag(served=SERVED_MAX_ITL_RATIO),
+    )
+    start_costs: str | None = option(
+        None,
+        Text("a file", is_path=True),
+        group="scheduling",
+        help="file that remembers for later starts what was measured for max_itl_ratio",
+        doc="a file that remembers what was measured for max_itl_ratio. An engine that starts again"
+        " with the same options measures only a few steps, to see whether the costs still hold. On"
+        " a GPU it measures all of them again, since that also captures CUDA graphs. None: nothing"
+        " is remembered.",
+        flag=Flag(metavar="FILE", served=SERVED_COSTS_FILE),
     )
