@@ -14,6 +14,7 @@ from quire.core.adapters import BASE_MODEL, NO_SLOT
 from quire.core.content_spans import ContentSpan, first_cut, longest_in_one_step
 from quire.core.request import FinishReason, Request, ResumedBranch
 from quire.core.sampling_params import DecodingParams
+from quire.core.sequence_counts import NO_STEPS, SequenceCounts
 from quire.core.step import TokenLogprobs
 
 
@@ -130,7 +131,7 @@ class Constraint(Protocol):
         ...
 
 
-class Sequence:
+class Sequence(SequenceCounts):
     """One branch of one request.
 
     Invariant: num_computed_tokens <= num_tokens, and <= num_slots. `row` is None unless RUNNING.
@@ -158,19 +159,15 @@ class Sequence:
         "forks",
         "has_plain_outputs",
         "is_beam",
-        "last_step_id",
         "max_model_len",
         "max_num_tokens",
         "miss",
         "num_admissions",
         "num_cached_tokens",
         "num_common_tokens",
-        "num_computed_tokens",
-        "num_confirmed_tokens",
         "num_lost_tokens",
         "num_matched_tokens",
         "num_overtaken",
-        "num_pending_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_registered_blocks",
@@ -179,7 +176,6 @@ class Sequence:
         "order",
         "params",
         "parent",
-        "plain_end",
         "prediction_token_ids",
         "priority",
         "prompt_logprobs",
@@ -274,17 +270,14 @@ class Sequence:
         self.num_overtaken = 0
         #: Number of prompt tokens that the policy has counted as served.
         self.num_served_tokens = 0
-        #: Id of the last step that computes for it; -1 before the first.
+        #: Shared numbers that are added to its own; NO_STEPS unless it decodes in every step.
+        self.counts = NO_STEPS
         self.last_step_id = -1
 
     def _init_memory(self, chain_root: bytes) -> None:
         """Set the fields about computed tokens, blocks, cached content and forks."""
-        #: Number of tokens whose K and V are written once the steps in flight have ended.
         self.num_computed_tokens = 0
-        #: Number of leading tokens that are confirmed, and whose K and V are written by steps that
-        #: have ended. Only their blocks are published, stored in tiers, or passed by windows.
         self.num_confirmed_tokens = 0
-        #: Number of tokens that the steps in flight will append to token_ids, without drafts.
         self.num_pending_tokens = 0
         #: The drafts that a step in flight verifies. The sequence waits for the step's result, from
         #: which alone its number of tokens is known.

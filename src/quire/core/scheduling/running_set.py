@@ -231,7 +231,8 @@ class RunningSet:
         self._reserving.discard(sequence)
         self._builder.release(sequence.row)
         heapq.heappush(self.free_rows, sequence.row)
-        sequence.row, sequence.plain_end = None, 0
+        sequence.row = None
+        sequence.end_plain()
 
     # ---- blocks -----------------------------------------------------------------------------
 

@@ -33,13 +33,13 @@ from quire.core.scheduling.model_drafts import ModelDrafts
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.output_length import OutputLengthPredictor
 from quire.core.scheduling.pacing import ConstantPacer, Pacer, StepBudget, StepDemand
+from quire.core.scheduling.plain_rows import PlainSequences
 from quire.core.scheduling.plan_builder import PlanBuilder
 from quire.core.scheduling.policy import FcfsPolicy, Policy
 from quire.core.scheduling.proposals import Speculator
 from quire.core.scheduling.residency import Residency
 from quire.core.scheduling.running_set import AppendSlots, RunningSet
 from quire.core.scheduling.step_results import (
-    NO_PLAIN_ROWS,
     StepInFlight,
     extend,
     failure,
@@ -129,9 +129,8 @@ class Scheduler:
         )
         self._fault_isolation = FaultIsolation()
         self._in_flight: deque[StepInFlight] = deque()
-        #: The sequences of the last step that decode without a check, and their rows.
-        self._plain: set[Sequence] = set()
-        self._plain_rows = NO_PLAIN_ROWS
+        #: The sequences that decode without a check.
+        self._plain = PlainSequences()
         #: The places of outputs that may begin or end a branch in the list that `apply` returned
         #: last. The others have one token each.
         self.event_places: list[int] = []
@@ -249,60 +248,54 @@ class Scheduler:
                 self._builder.edit_tables(self.memory.forget_passed(sequence))
         # Then choose the tokens of each sequence; a suspected sequence runs alone.
         chunks: dict[Sequence, int] = {}
-        plain: list[Sequence] = []
-        num_released = self.running_set.num_released
         if self.drafting is not None:
             self.drafting.begin()
         suspect = self._fault_isolation.next_suspect()
         self.num_paused = 0
         if suspect is not None:
+            self._plain.leave_all()
             self._plan_alone(suspect, chunks, now_s)
             joins: list[Sequence] = []
         else:
-            joins = self._plan_all(chunks, plain, now_s)
+            joins = self._plan_all(chunks, now_s)
         self.running_set.content_loads.end_plan()
         # Nothing to compute is an error unless a step, mask, move, adapter or content is awaited.
         # A mask may be ready by now for which the plan left a row out, so no mask is asked again.
-        if not chunks:
+        if not chunks and not self._plain:
             awaits = self._in_flight or self.num_paused or _moves_blocks(self.memory)
             num_reading = self.adapters.num_reading + self.contents.num_reading
             if self.has_unfinished and not awaits and not num_reading:
                 raise SchedulerStalledError(_describe(self))
             return None
         # Last, count the tokens as computed and let forks join the step.
-        if self.drafting is not None and not self.drafting.is_resting:
-            plain = []  # rows may have drafts
-        elif self.running_set.num_released != num_released:  # a row that was lost is not plain
-            plain = [sequence for sequence in plain if sequence.plain_end]
+        self._plain.plan_changed(chunks)
         if self.policy.counts_steps:
             self.policy.on_step(now_s)
-        step, named = self._launch(chunks, plain)
+        step, named = self._launch(chunks)
         orders: tuple[DraftOrder, ...] = ()
         if self.drafting is not None and not self.drafting.is_resting:
             named += self.drafting.launch(step)
             orders = self.drafting.order(step)
         self.pacer.launch(step.step_id)
         if self.memory.moves is not None:
-            self.memory.moves.launch(step.step_id, chunks)
+            self.memory.moves.launch(step.step_id, dict.fromkeys(self._plain, 1) | chunks)
         self._join_forks(step, joins)
         num_rows = len(self.running)
         return self._builder.build(step.step_id, num_rows, step.num_tokens, named, orders)
 
-    def _plan_all(
-        self, chunks: dict[Sequence, int], plain: list[Sequence], now_s: float
-    ) -> list[Sequence]:
-        """Fill `chunks` from all sequences, and `plain` with those that decode without a check.
-        Returns the sequences whose forks may join this step."""
+    def _plan_all(self, chunks: dict[Sequence, int], now_s: float) -> list[Sequence]:
+        """Fill `chunks` from all sequences but the plain ones. Returns the sequences whose forks
+        may join this step."""
         # First, let the first waiting sequence take memory from those that it outranks.
         self.waiting.refresh(now_s)
         self.admission.make_room_for_first()
         num_preemptions = self.running_set.stats.num_preemptions
         # Then plan the running sequences, and admit waiting ones with the rest of the budget.
-        budget = self._plan_running(chunks, plain)
+        budget = self._plan_running(chunks)
         has_preempted = self.running_set.stats.num_preemptions != num_preemptions
         # After a preemption, admit only if no other work is left: a new sequence would take the
         # freed blocks.
-        if has_preempted and (chunks or self._in_flight):
+        if has_preempted and (chunks or self._plain or self._in_flight):
             return []
         if has_preempted:  # the first waiting sequence may need blocks that loads still hold
             self.admission.make_room_for_first()
@@ -314,8 +307,10 @@ class Scheduler:
             return []
         return [
             sequence
-            for sequence, count in chunks.items()
-            if sequence.forks and sequence.num_computed_tokens + count == sequence.num_tokens
+            for sequence in self.running
+            if sequence.forks
+            and (count := chunks.get(sequence, int(sequence in self._plain)))
+            and sequence.num_computed_tokens + count == sequence.num_tokens
         ]
 
     def _plan_alone(self, suspect: Sequence, chunks: dict[Sequence, int], now_s: float) -> None:
@@ -350,39 +345,41 @@ class Scheduler:
             self._slots.append(suspect, self._next_step_id)
         chunks[suspect] = self.admission.chunk(suspect, budget)
 
-    def _plan_running(self, chunks: dict[Sequence, int], plain: list[Sequence]) -> StepBudget:
+    def _plan_running(self, chunks: dict[Sequence, int]) -> StepBudget:
         """Give tokens to running sequences: one to each that decodes, then chunks by rank.
 
         Decoding rows come first at any rank: each costs one token, and the budget has room for all
-        of them, while one long prompt could take the whole budget. Then they replay drafts.
+        of them, while one long prompt could take the whole budget. Then they replay drafts. The
+        tokens of plain sequences are not in `chunks`.
         """
         partial: list[Sequence] = []
         replays: list[Sequence] = []
-        others: list[Sequence] = []
-        num_paused, num_released = 0, self.running_set.num_released
         # Sequences may have to wait for a step in flight: with drafts, or else with states.
         drafting = self.drafting if self._in_flight else None
         snapshots = self.memory.snapshots
         awaits = snapshots.awaits if snapshots.enabled else None
         awaits = awaits if drafting is None else drafting.awaits
-        contents = self.running_set.content_loads
-        # First, find the sequences that decode without any check: nearly all.
-        for sequence in self.running:
-            is_plain = sequence.num_computed_tokens < sequence.plain_end and awaits is None
-            (plain if is_plain else others).append(sequence)
+        # First, find the sequences that don't decode without any check: only a few.
+        may_draft = self.drafting is not None and not self.drafting.is_resting  # no row is plain
+        due, others = self._plain.find_others(self.running, may_draft or awaits is not None)
+        plain: list[Sequence] = []
+        num_paused = 0
         # Then give one token to each other decoding row, and collect the rows that need a chunk.
         for sequence in others:
             if sequence.row is None:
                 continue  # it was preempted for a sequence that it follows
             computed = sequence.num_computed_tokens
+            if computed < sequence.plain_end and awaits is None:
+                plain.append(sequence)
+                continue
             num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
             gap = num_tokens - computed
             if awaits is not None and awaits(sequence):
                 num_paused += drafting is not None
-                continue
-            if gap > 1:
+            elif gap > 1:
                 # A row whose content is being read waits, before any block is copied for it.
-                if sequence.content_spans and not contents.prepare(sequence, computed, 1):
+                loads = self.running_set.content_loads
+                if sequence.content_spans and not loads.prepare(sequence, computed, 1):
                     continue
                 is_replay = self.drafting is not None and self.drafting.is_replay(sequence, gap)
                 if is_replay and sequence.constraint and not sequence.constraint.is_ready:
@@ -409,9 +406,7 @@ class Scheduler:
                     plain.append(sequence)
                 else:
                     chunks[sequence] = 1
-        if self.running_set.num_released != num_released:
-            plain[:] = [sequence for sequence in plain if sequence.row is not None]
-        chunks.update(dict.fromkeys(plain, 1))
+        self._plain.settle(due, plain, chunks, may_stay=not may_draft)
         # If a beam was preempted, so were all beams of its search, including beams already planned
         # or collected. Other sequences take blocks only from those of a later rank.
         if self.memory.growth.bounded:
@@ -421,32 +416,20 @@ class Scheduler:
             partial = [each for each in partial if each.row is not None]
         return _plan_chunks(self, chunks, partial, replays, num_paused)
 
-    def _launch(
-        self, chunks: dict[Sequence, int], plain: list[Sequence]
-    ) -> tuple[StepInFlight, tuple[Chunk, ...]]:
+    def _launch(self, chunks: dict[Sequence, int]) -> tuple[StepInFlight, tuple[Chunk, ...]]:
         """Count the planned tokens as computed, and keep the step's record until its result is
         fetched."""
         # First the plain rows. Steps with the same plain rows follow each other, and share them.
-        planned = set(plain)
-        if planned != self._plain:
-            gone, new = self._plain - planned, planned - self._plain
-            self._plain, self._plain_rows = planned, self._plain_rows.changed(gone, new)
-        step = StepInFlight(self._next_step_id, self.running_set.num_released, self._plain_rows)
+        step_id, plain = self._next_step_id, self._plain
+        step = StepInFlight(step_id, self.running_set.num_released, plain.launch(step_id))
         self._next_step_id += 1
-        step_id, rows = step.step_id, step.rows
-        for sequence in step.plain.sequences:
-            sequence.num_computed_tokens += 1
-            sequence.num_pending_tokens += 1
-            sequence.last_step_id = step_id
+        rows = step.rows
         # Then all others.
-        others: list[Sequence] = []
-        if len(planned) != len(self.running):
-            others = [sequence for sequence in self.running if sequence not in planned]
         named: list[Chunk] = []
         # The step may copy a state for a row that got no tokens; then it holds the row's blocks.
         may_copy = bool(self.memory.growth.states and self._builder.copies)
-        num_tokens = num_sampling = len(planned)
-        for sequence in others:
+        num_tokens = num_sampling = len(plain)
+        for sequence in plain.others(self.running):
             num_new_tokens = chunks.get(sequence, 0)
             row = sequence.row
             assert row is not None
@@ -522,6 +505,7 @@ class Scheduler:
         self.stats.num_steps += 1
         self.memory.end_step(step.step_id)
         token_ids = step.split(result, self.running_set.num_released)
+        self._plain.apply(step.plain)
         step.confirm(result, token_ids, self.memory)
         outputs = step.plain.outputs(token_ids)
         if self.policy.counts_service:
@@ -635,14 +619,16 @@ def _plan_chunks(
     replays: list[Sequence],
     num_paused: int,
 ) -> StepBudget:
-    """Open the budget of a step whose decoding rows are in `chunks`, and give its tokens to
-    `replays`, and then to `partial`, until it is spent. Returns the budget.
+    """Open the budget of a step whose decoding rows are plain or in `chunks`, and give its tokens
+    to `replays`, and then to `partial`, until it is spent. Returns the budget.
 
     num_paused: see `StepDemand`.
     """
     scheduler.num_paused, admission = num_paused, scheduler.admission
-    num_decodes = len(chunks) + len(replays)
-    num_pairs = len(chunks) + sum([sequence.num_computed_tokens for sequence in chunks])
+    num_plain = len(scheduler._plain)
+    num_decodes = num_plain + len(chunks) + len(replays)
+    num_pairs = num_plain + scheduler._plain.num_computed_tokens
+    num_pairs += len(chunks) + sum([sequence.num_computed_tokens for sequence in chunks])
     num_pairs += sum([sequence.num_tokens for sequence in replays])
     num_left = scheduler.config.max_num_batched_tokens - num_decodes
     decodes = StepDemand(num_left, num_decodes, num_pairs, num_paused=num_paused)

@@ -3,85 +3,20 @@
 `scheduler` uses all of this module; beam search uses only `failure`.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from itertools import chain, repeat
-from operator import attrgetter
-from typing import Any, NamedTuple
+from itertools import chain
 
 from quire.core.memory.kv_cache_manager import KVCacheManager
 from quire.core.request import FinishReason, SequenceOutput
 from quire.core.scheduling.model_drafts import OrderedDrafts
+from quire.core.scheduling.plain_rows import NO_PLAIN_ROWS, PlainRows
 from quire.core.scheduling.proposals import Proposal
 from quire.core.scheduling.running_set import rank_of
 from quire.core.sequence import Sequence, SequenceState
 from quire.core.step import Drafted, StepResult, TokenLogprobs
-
-# An output's fields after `num_cached_tokens` if the sequence continues, each repeated endlessly.
-OTHER_FIELDS = [repeat(value) for value in SequenceOutput._field_defaults.values()][1:]
-
-# new_output(SequenceOutput, fields) takes 65% of the time of the constructor.
-new_output = tuple.__new__
-OUTPUT_CLASS = repeat(SequenceOutput)
-
-
-class PlainRows(NamedTuple):
-    """The rows of a step whose sequences only append a token, unless it is an end token.
-
-    Nearly all rows of nearly all steps are such rows, so they are kept as columns of equal length,
-    and a result is applied to all of them at once. Their sequences have sampled before.
-    """
-
-    #: In ascending order, like the decoding rows of a result.
-    rows: list[int]
-    sequences: list[Sequence]
-    #: The sequences' own lists of tokens.
-    token_ids: list[list[int]]
-    nums_admissions: list[int]
-    end_token_ids: list[frozenset[int]]
-    request_ids: list[str]
-    branch_indices: list[int]
-    nums_cached_tokens: list[int]
-    #: The union of `end_token_ids`.
-    all_end_token_ids: frozenset[int]
-
-    def changed(self, gone: Iterable[Sequence], new: Iterable[Sequence]) -> "PlainRows":
-        """A copy without the sequences in `gone`, and with those in `new`, which are running."""
-        columns: list[list[Any]] = [list(column) for column in self[:-1]]
-        rows, sequences, _, _, end_token_ids, *_ = columns
-        for sequence in gone:
-            place = sequences.index(sequence)
-            for column in columns:
-                del column[place]
-        for sequence in new:
-            row, *values = _values_of(sequence)
-            place = bisect_left(rows, row)
-            for column, value in zip(columns, (row, sequence, *values), strict=True):
-                column.insert(place, value)
-        return PlainRows._make([*columns, frozenset().union(*set(end_token_ids))])
-
-    def outputs(self, token_ids: Tokens[Tokens[int]]) -> list[SequenceOutput]:
-        """The outputs of a step that sampled these tokens."""
-        changing = (self.request_ids, self.branch_indices, token_ids, self.nums_cached_tokens)
-        # `repeat` has no end, so the columns differ in length.
-        fields = zip(*changing, *OTHER_FIELDS, strict=False)
-        return list(map(new_output, OUTPUT_CLASS, fields))
-
-
-NO_PLAIN_ROWS = PlainRows([], [], [], [], [], [], [], [], frozenset())
-
-# The values of a sequence in the columns of `PlainRows`, except for the sequence itself.
-_values_of = attrgetter(
-    "row",
-    "token_ids",
-    "num_admissions",
-    "end_token_ids",
-    "request_id",
-    "branch_index",
-    "num_cached_tokens",
-)
 
 
 @dataclass(slots=True)
@@ -148,8 +83,8 @@ class StepInFlight:
     def confirm(
         self, result: StepResult, plain_tokens: Tokens[Tokens[int]], memory: KVCacheManager
     ) -> None:
-        """Append the tokens of plain rows, publish the blocks that the step filled, and keep the
-        log-probabilities of prompts.
+        """Append the tokens of plain rows, whose counts are changed already, publish the blocks
+        that the step filled, and keep the log-probabilities of prompts.
 
         Leaves out rows with drafts: only their sampled tokens show how many drafts are confirmed.
         """
@@ -161,16 +96,14 @@ class StepInFlight:
             if is_current and is_kept and sequence.needs_prompt_logprobs:
                 sequence.prompt_logprobs.extend(prompt_logprobs)
         # A plain row's step has computed all tokens that were known before.
-        filled: list[Sequence] = []
         block_size, running = memory.block_size, SequenceState.RUNNING
         plain = self.plain
-        each = zip(plain.sequences, plain.token_ids, plain_tokens, strict=True)
-        for sequence, token_ids, new_token_ids in each:
-            sequence.num_confirmed_tokens = num_confirmed = len(token_ids)
-            sequence.num_pending_tokens -= 1
-            token_ids += new_token_ids
-            if not num_confirmed % block_size:
-                filled.append(sequence)
+        filled = [
+            sequence
+            for sequence, count in zip(plain.sequences, map(len, plain.token_ids), strict=True)
+            if not count % block_size
+        ]
+        deque(map(list.extend, plain.token_ids, plain_tokens), maxlen=0)
         # A sequence that was preempted since the step began must not publish blocks again.
         left_out = {*result.failed, *self.drafts} if self.drafts else result.failed
         for row, (sequence, num_admissions, num_confirmed) in self.rows.items():
