@@ -23,7 +23,13 @@ from tests.attention.triton_step import TritonStep, torch_write
 
 from quire.attention import triton_paged, triton_plan
 from quire.attention.triton_paged import TritonPagedAttention
-from quire.attention.triton_plan import chunk_rule, host_work, mixed_shapes, padding_items
+from quire.attention.triton_plan import (
+    chunk_rule,
+    decode_shape,
+    host_work,
+    mixed_shapes,
+    padding_items,
+)
 from quire.attention.triton_plan_words import ListBounds, PlanLayout, in_turns
 
 NUM_TOKENS, NUM_SEQS = 32, 6
@@ -64,6 +70,27 @@ def test_the_lists_of_all_steps_of_a_size_fit_their_words(name, dtype):
                 merges = lists.merges[: int(lists.num_merges[0])].tolist()
                 padding = [[token, 0, 0, 0] for token in range(sum(lens), size.num_tokens)]
                 assert merges == [*work.merges.tolist(), *padding]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_list_of_all_decoding_sequences_fits_its_words(name):
+    shape, rng = decode_shape(SPECS[name], 16, torch.bfloat16, H200), random.Random(name)
+    for _ in range(20):
+        size = MixedSize(rng.choice([32, 512]), rng.choice([1, 3, 40]), 8192)
+        bounds = ListBounds.of_decodes(shape, size)
+        layout = PlanLayout((bounds, bounds))
+        lens = draw_lens(rng, size.num_tokens, size.num_seqs)
+        batch = make_batch(lens, [n + rng.choice([0, 100, 7000]) for n in lens])
+        decodes = slice(batch.num_decodes)
+        work = host_work(batch, shape, chunk_rule(shape, size.max_context), decodes)
+        assert work.num_parts <= bounds.num_parts
+        assert set(work.items[:, 1].tolist()) == set(range(batch.num_decodes))
+        assert (work.items[:, 2] == 1).all()
+        words = np.zeros(layout.num_words, np.int64)
+        layout.write([work, work], sum(lens), words)
+        for lists in layout.open(words, np.int32):
+            assert np.array_equal(lists.items[: int(lists.num_items[0])], work.items)
+            assert np.array_equal(lists.merges[: len(work.merges)], work.merges)
 
 
 def test_each_program_gets_about_as_many_keys_as_the_others():
@@ -130,7 +157,7 @@ def test_a_replayed_step_has_the_bits_of_one_that_is_launched(specs, invariant, 
     captured = static_batch(step, [1, 1, 3, 20], contexts)
     backend.plan(captured)
     work = backend._work
-    for lens, lengths in (([1, 1, 1, 6], [70, 1, 140, 6]), ([1, 9, 9, 13], contexts)):
+    for lens, lengths in (([1, 1, 1, 6], [70, 1, 140, 6]), ([2, 9, 9, 12], contexts)):
         step.fill([length - n for length, n in zip(lengths, lens, strict=True)])
         now = static_batch(step, lens, lengths)
         for group, new in zip(captured.groups, now.groups, strict=True):

@@ -143,6 +143,16 @@ def test_a_decode_row_is_the_same_alone_to_the_bit(batch_invariant):
         assert_same(step.run_all([1] * 2, order=[i]), crowd, i, 1)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_decode_row_is_the_same_beside_a_prompt_to_the_bit(batch_invariant):
+    contexts = [17, 600, 40]
+    specs = (make_spec(2, 1, 16, has_sinks=True), make_spec(2, 1, 16, window=90))
+    step = make_step(specs, contexts, batch_invariant, groups=(0, 1))
+    step.fill([16, 599, 20])
+    crowd = step.run_all([1, 1, 20])
+    assert_same(step.run_all([1, 1, 20], order=[0, 1]), crowd, 0, 2)
+
+
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [(torch.float32, {"window": 40, "has_sinks": True}), (torch.bfloat16, {"soft_cap": 4.0})],

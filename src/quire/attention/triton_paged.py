@@ -11,7 +11,9 @@ A step that is captured as a CUDA graph launches fixed grids, whose programs tak
 whose length the device reads. If all sequences decode, the device makes that list, too. The list of
 a mixed step is made by the host, in words that are sent with the step's numbers (`write_plan`).
 
-In a step that only decodes, the bits of a row's attention depend only on its own context. With
+In mixed steps, sequences that decode have a list and a launch of their own, with the tiles of steps
+that only decode. So the bits of their attention depend only on their own context, while their parts
+fit `triton_plan.MAX_PART_BYTES`. With
 `batch_invariant` this holds for all rows of all steps, however prompts are split into chunks, since
 one kernel of one shape serves all rows (`uniform` in
 `kernels/triton/attention/paged_attention.py`).
@@ -38,7 +40,6 @@ from quire.attention.interface import (
     BackendRequest,
     KVPageFormat,
     LayerKV,
-    MixedPlan,
     MixedSize,
     PlanVariant,
     page_format_of,
@@ -102,6 +103,16 @@ class _BoundLayer:
             self.pages.numbers.dtype,
         )
 
+    @property
+    def splits_steps(self) -> bool:
+        """Whether decoding sequences of mixed steps have another shape than the others."""
+        return self.decode not in self.mixed
+
+    def launches(self, rows: int) -> tuple[int | None, ...]:
+        """`_StepWork.rows` of each launch of a mixed step whose other sequences have tiles of
+        `rows` rows."""
+        return (None, rows) if self.splits_steps else (rows,)
+
     def mixed_shape(self, longest: int) -> AttendShape:
         """The shape for a mixed step in which a sequence computes up to `longest` tokens."""
         wanted = longest * (self.spec.num_heads // self.spec.num_kv_heads)
@@ -125,7 +136,7 @@ class _WorkKey:
 
 @dataclass(frozen=True, slots=True)
 class _StepWork:
-    """A step's work list."""
+    """A work list of a step, and how it is launched."""
 
     #: The number of rows of the tile shape to use; None means the shape for decoding.
     rows: int | None
@@ -150,7 +161,8 @@ class TritonPagedAttention(AttentionBackend):
         #: A layer of each kind. Layers of a kind share their work lists.
         self._kinds: dict[_WorkKey, _BoundLayer] = {}
         self._layouts: dict[MixedSize, PlanLayout] = {}
-        self._work: dict[_WorkKey, _StepWork] = {}
+        #: The launches of each kind of layers in this step.
+        self._work: dict[_WorkKey, tuple[_StepWork, ...]] = {}
         self._batch: AttentionBatch | None = None
         self._link = DeviceLink(torch.device("cpu"))
         self._limits = DeviceLimits.of(torch.device("cpu"))
@@ -197,9 +209,13 @@ class TritonPagedAttention(AttentionBackend):
         self._batch = batch
         self._work = {}  # the work of the previous step is freed first
         if batch.mixed is not None:
-            lists = self._layout(batch.mixed.size).open(batch.mixed.words, torch.int32)
-            for place, key in enumerate(self._kinds):
-                self._work[key] = self._planned(self._kinds[key], batch.mixed, place, lists[place])
+            layout = self._layout(batch.mixed.size)
+            lists = layout.open(batch.mixed.words, torch.int32)
+            found = zip(lists, layout.bounds, strict=True)
+            for (key, bound), rows in zip(self._kinds.items(), batch.mixed.variant, strict=True):
+                launches = bound.launches(rows)
+                given = [next(found) for _ in launches]
+                self._work[key] = self._planned(bound, batch.mixed.size, launches, given)
             return
         is_decode = batch.num_decodes == len(batch.query_lens_list)
         plan = self._plan_decode if is_decode else self._plan_mixed
@@ -222,94 +238,92 @@ class TritonPagedAttention(AttentionBackend):
         lists, variant = [], []
         num_tokens = sum(batch.query_lens_list)
         for bound in self._kinds.values():
-            shape = bound.mixed_shape(max(batch.query_lens_list))
-            work = host_work(batch, shape, chunk_rule(shape, size.max_context))
-            per_round = max(1, self._num_resident(bound, shape) // shape.num_head_tiles)
-            padding = padding_items(shape, num_tokens, size.num_tokens)
-            items = in_turns(np.concatenate((work.items, padding)), per_round)
-            lists.append(replace(work, items=items))
-            variant.append(shape.rows)
+            parts = _parts_of_step(bound, batch)
+            for shape, sequences in parts:
+                work = host_work(batch, shape, chunk_rule(shape, size.max_context), sequences)
+                items = work.items
+                if shape is parts[-1][0]:
+                    padding = padding_items(shape, num_tokens, size.num_tokens)
+                    items = np.concatenate((items, padding))
+                per_round = max(1, self._num_resident(bound, shape) // shape.num_head_tiles)
+                lists.append(replace(work, items=in_turns(items, per_round)))
+            variant.append(parts[-1][0].rows)
         return tuple(variant), self._layout(size).write(lists, num_tokens, words)
 
     def _layout(self, size: MixedSize) -> PlanLayout:
         if size not in self._layouts:
-            bounds = (ListBounds.of(bound.mixed, size) for bound in self._kinds.values())
+            bounds: list[ListBounds] = []
+            for bound in self._kinds.values():
+                if bound.splits_steps:
+                    bounds.append(ListBounds.of_decodes(bound.decode, size))
+                bounds.append(ListBounds.of(bound.mixed, size))
             self._layouts[size] = PlanLayout(tuple(bounds))
         return self._layouts[size]
 
     def _planned(
-        self, bound: _BoundLayer, plan: MixedPlan, place: int, lists: PlannedList[torch.Tensor]
-    ) -> _StepWork:
-        """The work that the host has planned for a kind of layers, the one at `place`."""
-        shape = bound.shape_of(plan.variant[place])
-        rule = chunk_rule(shape, plan.size.max_context)
-        most = lists.items.shape[0] * shape.num_head_tiles
-        num_programs = min(most, self._num_resident(bound, shape))
-        num_parts = self._layout(plan.size).bounds[place].num_parts
-        items = lists.items, lists.num_items, lists.merges
-        work = self._attend_work(bound, shape, rule, items, num_programs, num_parts)
-        most_merging = self._limits.num_processors * MERGING_PROGRAMS // shape.num_heads
-        num_merging = max(1, min(lists.merges.shape[0], most_merging))
-        return _StepWork(shape.rows, work, lists.num_merges, num_merging)
+        self,
+        bound: _BoundLayer,
+        size: MixedSize,
+        launches: tuple[int | None, ...],
+        given: list[tuple[PlannedList[torch.Tensor], ListBounds]],
+    ) -> tuple[_StepWork, ...]:
+        """The work that the host has planned for a kind of layers, with the list and the bounds of
+        each launch."""
+        memory: tuple[torch.Tensor, torch.Tensor] | None = None
+        works: list[_StepWork] = []
+        for rows, (lists, bounds) in zip(launches, given, strict=True):
+            shape = bound.shape_of(rows)
+            rule = chunk_rule(shape, size.max_context)
+            most = lists.items.shape[0] * shape.num_head_tiles
+            num_programs = min(most, self._num_resident(bound, shape))
+            if memory is None:  # one launch follows the other, so both write the same memory
+                num_parts = max(bounds.num_parts for _, bounds in given)
+                memory = _parts(shape, num_parts, num_programs, lists.items.device)
+            items = lists.items, lists.num_items, lists.merges
+            num_slots = bounds.num_parts // rule.parts_per_token
+            work = _attend_work(shape, rule, items, num_programs, num_slots, memory)
+            most_merging = self._limits.num_processors * MERGING_PROGRAMS // shape.num_heads
+            num_merging = max(1, min(lists.merges.shape[0], most_merging))
+            works.append(_StepWork(rows, work, lists.num_merges, num_merging))
+        return tuple(works)
 
     def _num_resident(self, bound: _BoundLayer, shape: AttendShape) -> int:
         return num_resident(shape, bound.pages.numbers.dtype, self._limits)
 
-    def _plan_decode(self, bound: _BoundLayer, batch: AttentionBatch) -> _StepWork:
+    def _plan_decode(self, bound: _BoundLayer, batch: AttentionBatch) -> tuple[_StepWork, ...]:
         shape = bound.decode
         rule = chunk_rule(shape, self._max_context(bound, batch))
         lists = decode_work(batch.query_start, batch.context_lens, batch.rows, rule)
         num_items = lists[0].shape[0]
         num_programs = min(num_items * shape.num_head_tiles, self._num_resident(bound, shape))
-        ends = batch.visible_ends
-        work = self._attend_work(bound, shape, rule, lists, num_programs, num_items, ends)
-        return _StepWork(None, work)
+        memory = _parts(shape, num_items, num_programs, lists[0].device)
+        num_slots = num_items // rule.parts_per_token
+        work = _attend_work(shape, rule, lists, num_programs, num_slots, memory)
+        return (_StepWork(None, work),)
 
-    def _plan_mixed(self, bound: _BoundLayer, batch: AttentionBatch) -> _StepWork:
-        shape = bound.mixed_shape(max(batch.query_lens_list))
-        rule = chunk_rule(shape, self._max_context(bound, batch))
-        host = host_work(batch, shape, rule, sees_ahead=bound.spec.sees_ahead)
-        items, merges = self._link.upload(host.items), self._link.upload(host.merges)
-        num_items = items.shape[0]
-        count = torch.full((1,), num_items, dtype=torch.int32, device=items.device)
-        num_programs = num_items * shape.num_head_tiles
-        if shape.value_dim is not None:  # each program has memory for its own partial results
-            num_programs = min(num_programs, self._num_resident(bound, shape))
-        ends = batch.visible_ends
-        lists = items, count, merges
-        work = self._attend_work(bound, shape, rule, lists, num_programs, host.num_parts, ends)
-        return _StepWork(shape.rows, work)
-
-    def _attend_work(
-        self,
-        bound: _BoundLayer,
-        shape: AttendShape,
-        rule: ChunkRule,
-        lists: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        num_programs: int,
-        num_parts: int,
-        visible_ends: torch.Tensor | None = None,
-    ) -> AttendWork:
-        """The work of a layer's attention. `lists` are the items, the number of items that are set,
-        [1], and the tokens to merge."""
-        items, count, merges = lists
-        parts, scales = _parts(shape, num_parts, num_programs, items.device)
-        counters = None
-        if shape.value_dim is None:
-            num_slots = num_parts // rule.parts_per_token
-            counters = merges.new_zeros((num_slots, shape.num_head_tiles))
-        return AttendWork(
-            items,
-            count,
-            num_programs,
-            parts,
-            scales,
-            merges,
-            counters,
-            rule.parts_per_token,
-            rule.chunk_tokens,
-            visible_ends if bound.spec.sees_ahead else None,
-        )
+    def _plan_mixed(self, bound: _BoundLayer, batch: AttentionBatch) -> tuple[_StepWork, ...]:
+        works: list[_StepWork] = []
+        for shape, sequences in _parts_of_step(bound, batch):
+            if not batch.query_lens_list[sequences]:
+                continue
+            is_decode = bound.splits_steps and shape is bound.decode
+            sees_ahead = bound.spec.sees_ahead and not is_decode
+            rule = chunk_rule(shape, self._max_context(bound, batch))
+            host = host_work(batch, shape, rule, sequences, sees_ahead=sees_ahead)
+            items, merges = self._link.upload(host.items), self._link.upload(host.merges)
+            num_items = items.shape[0]
+            count = torch.full((1,), num_items, dtype=torch.int32, device=items.device)
+            num_programs = num_items * shape.num_head_tiles
+            if shape.value_dim is not None:  # each program has memory for its own partial results
+                num_programs = min(num_programs, self._num_resident(bound, shape))
+            memory = _parts(shape, host.num_parts, num_programs, items.device)
+            num_slots = host.num_parts // rule.parts_per_token
+            lists = items, count, merges
+            work = _attend_work(shape, rule, lists, num_programs, num_slots, memory)
+            if sees_ahead:
+                work = replace(work, visible_ends=batch.visible_ends)
+            works.append(_StepWork(None if is_decode else shape.rows, work))
+        return tuple(works)
 
     def _max_context(self, bound: _BoundLayer, batch: AttentionBatch) -> int:
         return batch.groups[bound.group].block_tables.shape[1] * bound.decode.block_size
@@ -333,16 +347,16 @@ class TritonPagedAttention(AttentionBackend):
         if q.stride(1) != q.shape[2]:
             q = q.contiguous()
         out = torch.empty((*q.shape[:2], bound.decode.output_dim), dtype=dtype, device=q.device)
-        step = self._work[bound.key]
-        shape, work = bound.shape_of(step.rows), step.work
-        if is_latent:
+        for step in self._work[bound.key]:
+            shape, work = bound.shape_of(step.rows), step.work
+            if not is_latent:
+                paged_attention(q, pages, group.block_tables, work, sinks, out, None, shape)
+                continue
             latent_attention(q, pages.numbers, group.block_tables, work, sinks, out, shape)
             if len(work.merges):
                 parts, scales = _by_head(work.parts, shape), _by_head(work.scales, shape)
                 counts = step.num_merges, step.num_merging
                 merge_parts(work.merges, parts, scales, sinks, out, None, *counts)
-        else:
-            paged_attention(q, pages, group.block_tables, work, sinks, out, None, shape)
         return out[..., : bound.spec.output_dim]
 
 
@@ -351,6 +365,42 @@ def _narrow(q: torch.Tensor, pages: KVPages) -> torch.Tensor | None:
     if pages.scales is None or q.dtype != torch.float32:
         return None
     return torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+
+
+def _parts_of_step(bound: _BoundLayer, batch: AttentionBatch) -> list[tuple[AttendShape, slice]]:
+    """The shapes of a mixed step, with the sequences that each attends; the last attends those that
+    don't decode."""
+    mixed = bound.mixed_shape(max(batch.query_lens_list))
+    if not bound.splits_steps:
+        return [(mixed, slice(None))]
+    count = batch.num_decodes
+    return [(bound.decode, slice(count)), (mixed, slice(count, None))]
+
+
+def _attend_work(
+    shape: AttendShape,
+    rule: ChunkRule,
+    lists: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    num_programs: int,
+    num_slots: int,
+    memory: tuple[torch.Tensor, torch.Tensor],
+) -> AttendWork:
+    """The work of a launch. `lists` are the items, the number of items that are set, [1], and the
+    tokens to merge, of which num_slots may have parts. `memory` is that of `_parts`."""
+    items, count, merges = lists
+    counters = None
+    if shape.value_dim is None:
+        counters = merges.new_zeros((num_slots, shape.num_head_tiles))
+    return AttendWork(
+        items,
+        count,
+        num_programs,
+        *memory,
+        merges,
+        counters,
+        rule.parts_per_token,
+        rule.chunk_tokens,
+    )
 
 
 def _parts(

@@ -2,8 +2,8 @@
 
 It uses only lengths and windows, and launches nothing. Called by `triton_paged.py`. If all
 sequences decode, a kernel makes the work list on the device by the `ChunkRule` made here
-(`kernels/triton/attention/decode_work.py`). The list of other steps is made here, on the host,
-where the lengths are known; `triton_plan_words.py` lays it out for steps that are captured.
+(`kernels/triton/attention/decode_work.py`). The lists of other steps are made here, on the host,
+where the lengths are known; `triton_plan_words.py` lays them out for steps that are captured.
 
 An item of the list is a tile of queries with the range of keys that it attends to; see
 `kernels/triton/attention/paged_attention.py`.
@@ -84,7 +84,7 @@ class DeviceLimits:
 def decode_shape(
     spec: AttentionSpec, block_size: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> AttendShape:
-    """The shape for steps in which all sequences decode: one token per tile, bound by memory.
+    """The shape for sequences that decode: one token per tile, bound by memory.
 
     A stage of K and V is 32 KiB, and two are loading while one is computed. So the three programs
     of a processor have 192 KiB of loads in flight at any time. An H200 needs only latency times
@@ -115,7 +115,7 @@ def _quantized_decode_tiles(spec: AttentionSpec) -> "_TileSizes":
 def mixed_shapes(
     spec: AttentionSpec, block_size: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> tuple[AttendShape, ...]:
-    """The shapes for all other steps, by the number of rows of their tiles, ascending.
+    """The shapes for other sequences, by the number of rows of their tiles, ascending.
 
     Tiles of 128 rows are bound by the tensor cores: 64 keys of 128 elements take 4 MFLOP for 32
     KiB, which is 128 FLOP per byte from L2. A device of 400 TFLOP/s with 5.5 TB/s of L2 needs 73.
@@ -317,21 +317,29 @@ class HostWork:
 
 
 def host_work(
-    batch: AttentionBatch, shape: AttendShape, rule: ChunkRule, *, sees_ahead: bool = False
+    batch: AttentionBatch,
+    shape: AttendShape,
+    rule: ChunkRule,
+    sequences: slice = slice(None),
+    *,
+    sees_ahead: bool = False,
 ) -> HostWork:
-    """The work list of any step. With `sees_ahead`, it is for layers that see ahead.
+    """The work list of any step, or of some of its sequences. With `sees_ahead`, it is for layers
+    that see ahead.
 
     Decoding sequences and short chunks of prompts, which fit one tile of queries, may have their
     keys split into several items.
     """
     # First, the tiles of queries, and the keys [low, end) that each sees.
-    query_lens = np.array(batch.query_lens_list, np.int64)
-    context = np.array(batch.context_lens_list, np.int64)
+    all_lens = np.array(batch.query_lens_list, np.int64)
+    starts = (np.cumsum(all_lens) - all_lens)[sequences]
+    query_lens = all_lens[sequences]
+    context = np.array(batch.context_lens_list, np.int64)[sequences]
     num_tiles = -(-query_lens // shape.queries)
     sequence = np.repeat(np.arange(len(query_lens)), num_tiles)
     number = np.arange(len(sequence)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
     offset = number * shape.queries
-    first_token = (np.cumsum(query_lens) - query_lens)[sequence] + offset
+    first_token = starts[sequence] + offset
     num_tokens = np.minimum(query_lens[sequence] - offset, shape.queries)
     position = (context - query_lens)[sequence] + offset
     low, end = _seen_keys(shape, position, num_tokens, context[sequence])
@@ -357,7 +365,7 @@ def host_work(
     first_key = np.maximum(begin, low[tile] // shape.tile * shape.tile)
     end_key = np.where(piece + 1 < count[tile], begin + chunk[tile], end[tile])
     part = np.where(is_split[tile], first_part[tile] + piece, -1)
-    rows = np.array(batch.rows_list, np.int64)[sequence[tile]]
+    rows = np.array(batch.rows_list, np.int64)[sequences][sequence[tile]]
     tokens, lens = first_token[tile], num_tokens[tile]
     contexts = context[sequence[tile]]
     fields = (rows, tokens, lens, position[tile], first_key, end_key, part, contexts)

@@ -3,10 +3,11 @@
 A replayed step launches the same grids each time and reads the same memory. So the buffer has room
 for the longest list that a step of its size can need, and says how many entries are set:
 
-    [number of items, number of merges, merges] of each kind of layers, then [items] of each kind
+    [number of items, number of merges, merges] of each list, then [items] of each list
 
 The host writes the buffer as an array, and the device reads it as a tensor. The host sends only the
-words up to the last item. Called by `triton_paged.py`.
+words up to the last item. A kind of layers has one list, or one of decoding sequences and one of
+all others. Called by `triton_paged.py`.
 """
 
 from collections.abc import Sequence
@@ -34,10 +35,20 @@ class ListBounds:
     shapes."""
 
     num_items: int
-    #: There is an entry for each token whose parts are merged, and for each token of padding.
+    #: There is an entry for each token whose parts are merged. A list that is not only of decoding
+    #: sequences has one for each token of padding, too.
     num_merges: int
     #: The number of parts that items may write.
     num_parts: int
+
+    @staticmethod
+    def of_decodes(shape: AttendShape, size: MixedSize) -> "ListBounds":
+        """The bounds of a list of decoding sequences, without padding."""
+        rule = chunk_rule(shape, size.max_context)
+        num_seqs = min(size.num_tokens, size.num_seqs)
+        num_split = min(num_seqs, part_room(shape, rule))
+        num_items = num_seqs + num_split * (rule.parts_per_token - 1)
+        return ListBounds(num_items, num_seqs, num_split * rule.parts_per_token)
 
     @staticmethod
     def of(shapes: Sequence[AttendShape], size: MixedSize) -> "ListBounds":
@@ -57,7 +68,7 @@ class ListBounds:
 
 @dataclass(frozen=True, slots=True)
 class PlannedList(Generic[A]):
-    """Views of one kind's work list in the buffer, all int32."""
+    """Views of one work list in the buffer, all int32."""
 
     #: [1].
     num_items: A
@@ -73,7 +84,7 @@ class PlannedList(Generic[A]):
 class PlanLayout:
     """The places of all work lists in the buffer."""
 
-    #: The bounds for each kind of layers.
+    #: The bounds of each list.
     bounds: tuple[ListBounds, ...]
 
     @property
@@ -90,8 +101,8 @@ class PlanLayout:
             for first, size in zip(firsts, sizes, strict=False)
         ]
         found: list[PlannedList[Any]] = []
-        for kind, items in enumerate(parts[3 * len(self.bounds) :]):
-            num_items, num_merges, merges = parts[3 * kind : 3 * kind + 3]
+        for place, items in enumerate(parts[3 * len(self.bounds) :]):
+            num_items, num_merges, merges = parts[3 * place : 3 * place + 3]
             found.append(
                 PlannedList(
                     num_items[:1],
@@ -111,10 +122,10 @@ class PlanLayout:
             place.num_items[0] = len(work.items)
             place.items[: len(work.items)] = work.items
             # The output of padding is zero, like that of a token without parts.
-            num_merges = len(work.merges) + len(place.merges) - num_tokens
+            padding = np.arange(num_tokens, len(place.merges))
+            num_merges = len(work.merges) + len(padding)
             place.num_merges[0] = num_merges
             place.merges[: len(work.merges)] = work.merges
-            padding = np.arange(num_tokens, len(place.merges))
             place.merges[len(work.merges) : num_merges, 0] = padding
         unused = len(place.items) - len(work.items)
         return self.num_words - unused * ITEM_FIELDS // 2
