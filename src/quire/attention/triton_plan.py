@@ -126,7 +126,8 @@ def mixed_shapes(
     elif dtype.itemsize == 1:
         tiles = _quantized_tiles(spec, tile, limits)
     elif limits.is_wide:
-        tiles = [_TileSizes(64, tile, 4), _TileSizes(128, tile, 8)]
+        # Four warps spill 32 to 48 bytes with 64 rows of more than 128 elements.
+        tiles = [_TileSizes(64, tile, 4 if tile == 64 else 8), _TileSizes(128, tile, 8)]
     else:
         num_warps = limits.num_narrow_warps if tile == 64 else 8
         tiles = [_TileSizes(64, tile // 2, num_warps)]

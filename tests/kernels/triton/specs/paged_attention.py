@@ -174,7 +174,7 @@ SPECS = [
     attend(decode_shape(_GROUP_64, 16, _E4M3, LIMITS[80]), torch.float16, 80, codes=_E4M3),
     attend(mixed_shapes(_WIDE, 16, _E4M3, LIMITS[90])[-1], torch.float32, 90, codes=_E4M3),
     *(
-        attend(mixed_shapes(_GEMMA, 16, _BF16, LIMITS[x])[-1], _BF16, x, sees_ahead=True)
+        attend(mixed_shapes(_GEMMA, 16, _BF16, LIMITS[x])[0], _BF16, x, sees_ahead=True)
         for x in (80, 90)
     ),
     latent(16, _BF16, 90, max_stack_bytes=16),
