@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from quire.core.sampling_params import DecodingParams
 from quire.core.sequence import Sequence
 from quire.speculation.ngram import (
-    LEAST_BULK,
     LONGEST_MATCH,
     MAX_CANDIDATES,
     NgramIndex,
@@ -112,14 +111,14 @@ def test_sequences_never_mix_and_what_has_ended_is_forgotten() -> None:
     assert not proposer._indices
 
 
-def test_long_prompts_are_entered_at_once_as_token_by_token() -> None:
+def test_tokens_are_entered_at_once_as_one_by_one() -> None:
     rng = random.Random(4)
-    token_ids = [rng.randrange(12) for _ in range(LEAST_BULK + 200)]
+    token_ids = [rng.randrange(12) for _ in range(300)]
     for least_match in (1, 2, 3, 5):
         at_once, one_by_one = NgramIndex(least_match), NgramIndex(least_match)
         at_once.add(token_ids)
-        one_by_one.add(token_ids[:10])
-        one_by_one.add(token_ids)
+        for count in range(len(token_ids)):
+            one_by_one.add(token_ids[: count + 1])
         assert at_once._previous == one_by_one._previous
         for _ in range(50):
             token_ids.append(rng.randrange(12))

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence as Tokens
 
 from quire.core.sequence import Sequence
-from quire.speculation.ngram import MAX_CANDIDATES, graded, ngram_key
+from quire.speculation.ngram import MAX_CANDIDATES, graded, ngram_key, ngram_keys
 from quire.speculation.proposer import Guess
 from quire.speculation.speculation_options import SpeculationOptions
 from quire.speculation.token_match import LONGEST_MATCH
@@ -51,11 +51,12 @@ class AnswerRing:
     def add(self, token_ids: Tokens[int]) -> None:
         """Enter an answer."""
         size, mask = self._least_match, RING_TOKENS - 1
+        keys = list(ngram_keys(token_ids, size - 1, size))
         for index, token_id in enumerate((*token_ids, _BETWEEN)):
             at = self._num_tokens & mask
             self._tokens[at], self._previous[at] = token_id, -1
             if size <= index + 1 <= len(token_ids):
-                slot = ngram_key(token_ids, index, size) & mask
+                slot = keys[index + 1 - size] & mask
                 self._previous[at] = self._newest[slot]
                 self._newest[slot] = self._num_tokens
             self._num_tokens += 1
@@ -65,7 +66,7 @@ class AnswerRing:
         size, mask = self._least_match, RING_TOKENS - 1
         if len(token_ids) < size:
             return None
-        candidate = self._newest[ngram_key(token_ids, len(token_ids) - 1, size) & mask]
+        candidate = self._newest[ngram_key(token_ids, size) & mask]
         best, best_length = -1, size - 1
         for _ in range(MAX_CANDIDATES):
             if candidate < 0 or candidate < self._num_tokens - RING_TOKENS:

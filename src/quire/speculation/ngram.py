@@ -10,11 +10,9 @@ Occurrences are found as in LZ77 compressors: a table has the last end of each n
 adds its new tokens, at constant cost each, and compares at most MAX_CANDIDATES occurrences.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from weakref import WeakKeyDictionary
-
-import numpy as np
-import numpy.typing as npt
 
 from quire.core.sequence import Sequence
 from quire.speculation.proposer import Guess
@@ -30,18 +28,17 @@ GRADES = (5, 8, 12, LONGEST_MATCH)
 CHANCES = (0.4, 0.6, 0.75, 0.9, 0.95)
 """For each grade, the chance that a draft is accepted, until it was learned."""
 
-LEAST_BULK = 128
-"""From this number of new tokens on, n-grams are sorted instead of looked up one by one."""
 
-_FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+def ngram_keys(token_ids: Tokens[int], first_end: int, size: int) -> Iterator[int]:
+    """For each index from first_end on, at least `size - 1`, a hash of the `size` tokens that end
+    there."""
+    shifted = [token_ids[first_end + 1 - size + place :] for place in range(size)]
+    return map(hash, zip(*shifted, strict=False))  # the last of them is the shortest
 
 
-def ngram_key(token_ids: Tokens[int], end: int, size: int) -> int:
-    """A hash below 2^64 of the `size` tokens that end at index `end`."""
-    key = 0
-    for token_id in token_ids[end + 1 - size : end + 1]:
-        key = key * _FACTOR + token_id + 1
-    return key & _MASK
+def ngram_key(token_ids: Tokens[int], size: int) -> int:
+    """The key of the last `size` tokens."""
+    return hash(tuple(token_ids[-size:]))
 
 
 def graded(token_ids: Tokens[int], length: int) -> Guess:
@@ -95,7 +92,7 @@ class NgramIndex:
         size = self._least_match
         if len(token_ids) < size:
             return None
-        newest = self._last_end.get(ngram_key(token_ids, len(token_ids) - 1, size), -1)
+        newest = self._last_end.get(ngram_key(token_ids, size), -1)
         best, length = self._find(source, token_ids, newest)
         following = source[best + 1 : best + 1 + most] if best >= 0 else ()
         return graded(following, length) if following else None
@@ -120,34 +117,14 @@ class NgramIndex:
 
     def add(self, token_ids: Tokens[int]) -> None:
         """Enter the n-grams that end in tokens which were not seen yet."""
-        size = self._least_match
-        if not self._previous and len(token_ids) >= LEAST_BULK + size:
-            self._add_first(np.array(token_ids, np.int64))
         last_end, previous = self._last_end, self._previous
-        for end in range(len(previous), len(token_ids)):
-            if end + 1 < self._first + size:
-                previous.append(-1)
-                continue
-            key = ngram_key(token_ids, end, size)
+        first_end = self._first + self._least_match - 1
+        if len(previous) < first_end:
+            previous += [-1] * (min(first_end, len(token_ids)) - len(previous))
+        keys = ngram_keys(token_ids, max(first_end, len(previous)), self._least_match)
+        for end, key in enumerate(keys, len(previous)):
             previous.append(last_end.get(key, -1))
             last_end[key] = end
-
-    def _add_first(self, token_ids: npt.NDArray[np.int64]) -> None:
-        """Enter the n-grams of a sequence's first tokens, all at once."""
-        size, num_keys = self._least_match, len(token_ids) + 1 - self._least_match
-        keys = np.zeros(num_keys, np.uint64)
-        for place in range(size):
-            values = token_ids[place : place + num_keys].astype(np.uint64)
-            keys = keys * np.uint64(_FACTOR) + values + np.uint64(1)
-        order = np.argsort(keys, kind="stable")
-        in_order = keys[order]
-        is_same = in_order[1:] == in_order[:-1]
-        previous = np.full(len(token_ids), -1, np.int64)
-        ends = order + size - 1
-        previous[ends[1:][is_same]] = ends[:-1][is_same]
-        self._previous = previous.tolist()
-        is_last = np.append(~is_same, True)
-        self._last_end = dict(zip(in_order[is_last].tolist(), ends[is_last].tolist(), strict=True))
 
 
 class NgramProposer:

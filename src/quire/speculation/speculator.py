@@ -92,7 +92,6 @@ class BestGuess:
 
     def propose(self, sequence: Sequence, most: int) -> Proposal:
         """See `Speculator`."""
-        outcome = self._outcomes.get(sequence, NO_OUTCOMES).kind()
         best, most_expected = NO_PROPOSAL, 0.0
         for name, proposer in self._proposers.items():
             guess = proposer.propose(sequence, most)
@@ -100,6 +99,7 @@ class BestGuess:
                 guess = self._before_placeholders(sequence, guess)
             if guess is None or not guess.token_ids:
                 continue
+            outcome = self._outcomes.get(sequence, NO_OUTCOMES).kind()
             kind = (name, guess.grade, outcome)
             # Until it was learned, a chance is the lower the more often drafts were rejected.
             chance = guess.chance / (1 + outcome[1])
