@@ -247,16 +247,12 @@ class StepCostModel:
             return
         bound_s = MAX_SURPRISE * predicted_s
         surprise_s = LEARNING_RATE * max(-bound_s, min(bound_s, seconds - predicted_s))
-        parts, values = load_parts(load), self._coefficients
-        least_s = LEAST_SHARE * predicted_s
-        shares = [
-            (part * value + least_s) ** 2 if part else 0.0
-            for part, value in zip(parts, _with_neighbours(values), strict=True)
-        ]
+        values, least_s = self._coefficients, LEAST_SHARE * predicted_s
+        parts = [(index, part) for index, part in enumerate(load_parts(load)) if part]
+        shares = [(part * _raised(values, index) + least_s) ** 2 for index, part in parts]
         scale = surprise_s / sum(shares)
-        for index, part in enumerate(parts):
-            if part:
-                values[index] = max(0.0, values[index] + scale * shares[index] / part)
+        for (index, part), share in zip(parts, shares, strict=True):
+            values[index] = max(0.0, values[index] + scale * share / part)
 
 
 # The typical seconds of the parts, relative to each other: rows are cheap as long as weights are
@@ -279,11 +275,11 @@ def typical_model(load: StepLoad, seconds: float) -> StepCostModel:
     return StepCostModel(scaled)
 
 
-def _with_neighbours(values: Sequence[float]) -> list[float]:
-    """The coefficients, each slope replaced by the maximum of itself and its neighbours."""
-    slopes = [0.0, *values[_FIRST_SEGMENT:_ROWS], 0.0]
-    raised = map(max, slopes, slopes[1:], slopes[2:])
-    return [*values[:_FIRST_SEGMENT], *raised, *values[_ROWS:]]
+def _raised(values: Sequence[float], index: int) -> float:
+    """A coefficient; of a slope, the maximum of itself and its neighbours."""
+    if not _FIRST_SEGMENT <= index < _ROWS:
+        return values[index]
+    return max(values[max(_FIRST_SEGMENT, index - 1) : min(index + 2, _ROWS)])
 
 
 def load_parts(load: StepLoad) -> list[float]:
