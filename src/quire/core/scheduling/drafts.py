@@ -102,9 +102,9 @@ class Drafting:
         # The budget of the step that is being planned, and its load without drafts and replays.
         self._budget, self._load_before = _NO_BUDGET, NO_LOAD
         self._num_waits = 0  # of rows that could have waited for drafts of the drafter
-        #: Whether the step that is being planned neither asks for drafts nor computes any again.
-        #: Then `plan`, `launch` and `order` need not be called, which saves time with tiny models.
-        self.is_resting = False
+        #: Whether the step that is being planned has no drafts and computes none again. Then the
+        #: rest of `plan`, `launch` and `order` is left out, which saves time with tiny models.
+        self.is_idle = False
         # How many steps don't ask for drafts, counted from the step that is being planned.
         self._num_to_rest = 0
         self._num_vain = 0  # steps in a row that asked in vain
@@ -118,9 +118,10 @@ class Drafting:
 
     def begin(self) -> None:
         """Begin to plan a step."""
-        self._num_to_rest = max(0, self._num_to_rest - 1)
-        self.is_resting = self._num_to_rest > 0 and not self._has_states
-        if not self.is_resting:
+        if self._num_to_rest:
+            self._num_to_rest -= 1
+        self.is_idle = self._num_to_rest > 0 and not self._has_states
+        if not self.is_idle:
             self._num_asked, self._is_awaited = 0, False
             self._budget, self._load_before = _NO_BUDGET, NO_LOAD
 
@@ -178,7 +179,10 @@ class Drafting:
                 self._choose(rows, budget, model)
                 if model is not None:
                     model.end_plan(has_ordered=bool(self._ordered))
-        if not (self._planned or self._ordered or self._is_awaited):
+        if self._planned or self._ordered:
+            return
+        self.is_idle = not self._has_states
+        if not self._is_awaited:
             self._num_vain += 1
             if self._num_vain > NUM_TRIES:
                 self._num_to_rest = 1 + _num_rests(budget, self._num_asked)

@@ -99,6 +99,8 @@ class PlainSequences:
         self._rows = NO_PLAIN_ROWS
         self._new: set[Sequence] = set()
         self._gone: set[Sequence] = set()
+        #: The sequences that would be members in the step that is planned, but may get drafts.
+        self._drafting: list[Sequence] = []
         #: The tokens that the members have computed without `_counts`; None if it is not known.
         self._num_before: int | None = 0
 
@@ -151,13 +153,23 @@ class PlainSequences:
         """Let the sequences of `decoding` be members if they may stay, and those of `due` only if
         they are among them. Adds the others of `decoding` to `chunks`."""
         # Some may have lost reserved blocks, or their rows, since they were checked.
-        stays = [sequence for sequence in decoding if sequence.plain_end and may_stay]
+        stays = [sequence for sequence in decoding if sequence.plain_end]
+        self._drafting = [] if may_stay else stays
+        stays = stays if may_stay else []
         self.leave(set(due).difference(stays))
         self.renew(stays)
         self.plan_changed(chunks)
         if len(stays) != len(decoding):
             others = [sequence for sequence in decoding if sequence not in self._members]
             chunks.update(dict.fromkeys([each for each in others if each.row is not None], 1))
+
+    def rejoin(self, chunks: dict[Sequence, int]) -> None:
+        """Let the sequences that `settle` added to `chunks` because they might get drafts be
+        members, since none got one."""
+        stays = [sequence for sequence in self._drafting if sequence.plain_end]
+        for sequence in stays:
+            del chunks[sequence]
+        self.renew(stays)
 
     def plan_changed(self, chunks: dict[Sequence, int]) -> None:
         """Add the running sequences to `chunks` that are no members any longer since they were

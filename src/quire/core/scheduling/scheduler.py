@@ -273,7 +273,7 @@ class Scheduler:
             self.policy.on_step(now_s)
         step, named = self._launch(chunks)
         orders: tuple[DraftOrder, ...] = ()
-        if self.drafting is not None and not self.drafting.is_resting:
+        if self.drafting is not None and not self.drafting.is_idle:
             named += self.drafting.launch(step)
             orders = self.drafting.order(step)
         self.pacer.launch(step.step_id)
@@ -301,8 +301,10 @@ class Scheduler:
             self.admission.make_room_for_first()
         self.admission.admit_waiting(chunks, budget, self._next_step_id, now_s)
         # Last, add drafts to decoding rows, within the tokens and time that are left.
-        if self.drafting is not None and not self.drafting.is_resting:
+        if self.drafting is not None and not self.drafting.is_idle:
             self.drafting.plan(chunks, budget)
+            if self.drafting.is_idle:  # it found none
+                self._plain.rejoin(chunks)
         if not len(self.waiting):  # so there are no forks
             return []
         return [
@@ -360,7 +362,7 @@ class Scheduler:
         awaits = snapshots.awaits if snapshots.enabled else None
         awaits = awaits if drafting is None else drafting.awaits
         # First, find the sequences that don't decode without any check: only a few.
-        may_draft = self.drafting is not None and not self.drafting.is_resting  # no row is plain
+        may_draft = self.drafting is not None and not self.drafting.is_idle  # no row is plain
         due, others = self._plain.find_others(self.running, may_draft or awaits is not None)
         plain: list[Sequence] = []
         num_paused = 0
