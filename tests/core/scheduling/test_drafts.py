@@ -15,7 +15,13 @@ from quire.core.request import FinishReason
 from quire.core.sampling_params import DecodingParams
 from quire.core.scheduling.cost_model import StepLoad, typical_model
 from quire.core.scheduling.draft_lengths import DraftCandidate, choose_lengths, least_tokens
-from quire.core.scheduling.drafts import ASKING_S, ASKING_SHARE, NUM_TRIES, Drafting
+from quire.core.scheduling.drafts import (
+    ASKING_S,
+    ASKING_SHARE,
+    CREDIT_SHARE,
+    MOST_CREDIT_S,
+    Drafting,
+)
 from quire.core.scheduling.options import SchedulerConfig
 from quire.core.scheduling.pacing import LEARNS_EVERY_S, LearningPacer, StepBudget, StepDemand
 from quire.core.scheduling.policy import PriorityPolicy
@@ -471,9 +477,10 @@ def test_asking_in_vain_takes_a_small_share_of_the_time(num_rows: int, step_s: f
     pacer.model = typical_model(StepLoad(num_rows), step_s)
     for index in range(num_rows):
         harness.add(f"r{index}", 5 + index, 240)
-    while len(oracle.asked) <= NUM_TRIES * num_rows:
+    asking_s = (1 + num_rows) * ASKING_S
+    while len(oracle.asked) < num_rows * (1 + MOST_CREDIT_S // asking_s):
         harness.step()
-    num_rests = int((1 + num_rows) * ASKING_S / (ASKING_SHARE * step_s))
+    num_rests = int(asking_s / (ASKING_SHARE * step_s))
     assert bool(num_rests) == (step_s < 0.1)
     for index in range(1, 80):
         before = len(oracle.asked)
@@ -484,6 +491,35 @@ def test_asking_in_vain_takes_a_small_share_of_the_time(num_rows: int, step_s: f
     oracle.names = None
     harness.run()
     assert drafting_of(harness).num_accepted_drafts > 0
+
+
+def test_saved_time_is_a_credit_for_asking_in_vain() -> None:
+    memory = KVCacheManager(KVCacheConfig(make_groups(1), 260, 4, secret=b"s"))
+    harness = greedy_harness(memory, budget=64)
+    oracle = with_drafts(harness)
+    harness.scheduler.pacer = pacer = LearningPacer()
+    pacer.model = typical_model(StepLoad(1), 1.03e-3)
+    harness.add("a", 5, 240)
+    # First, spend the credit that an engine begins with.
+    oracle.names = set()
+    drafting = drafting_of(harness)
+    num_before = 1
+    while len(oracle.asked) != num_before:
+        num_before = len(oracle.asked)
+        harness.step()
+        harness.step()
+    # Then save time by drafts, which the first step that asks begins.
+    oracle.names = None
+    while drafting.saved_s < 6 * 2 * ASKING_S / CREDIT_SHARE:
+        harness.step()
+    num_tries = int(CREDIT_SHARE * drafting.saved_s / (2 * ASKING_S))
+    assert 6 <= num_tries < MOST_CREDIT_S / (2 * ASKING_S)
+    # Rows are asked in each step until the credit is spent.
+    oracle.names = set()
+    num_before = len(oracle.asked)
+    for _ in range(num_tries + 5):
+        harness.step()
+    assert len(oracle.asked) - num_before == num_tries + 1
 
 
 def test_guesses_that_bring_less_than_the_first_draft_costs_are_not_weighed() -> None:
