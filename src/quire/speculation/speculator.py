@@ -101,9 +101,7 @@ class BestGuess:
                 continue
             outcome = self._outcomes.get(sequence, NO_OUTCOMES).kind()
             kind = (name, guess.grade, outcome)
-            # Until it was learned, a chance is the lower the more often drafts were rejected.
-            chance = guess.chance / (1 + outcome[1])
-            survival = self._survival.estimate(kind, len(guess.token_ids), chance)
+            survival = self._survival.estimate(kind, len(guess.token_ids), guess.chance)
             expected = sum(survival)
             if expected > most_expected:
                 most_expected = expected
