@@ -69,6 +69,6 @@ extern "C" {
 
 int64_t peak_int8(int64_t num_steps) { return multiply_bytes(num_steps); }
 
-int64_t peak_int4(int64_t num_steps) { return multiply_halves<kHasHalves>(num_steps); }
+int64_t peak_int4(int64_t num_steps) { return multiply_halves<kHasByteSums>(num_steps); }
 
 }  // extern "C"

@@ -8,7 +8,7 @@
 
 namespace quire::QUIRE_ISA {
 
-// kNarrowTable: a table whose values are at most 31 apart; chosen only where kHasHalves.
+// kNarrowTable: a table whose values are at most 31 apart; chosen only where kHasByteSums.
 enum class CodeKind { k4, kTable, kNarrowTable, k5, k6, k8 };
 
 constexpr int width_of(CodeKind kind) {
@@ -26,7 +26,7 @@ constexpr int largest_of(CodeKind kind) {
 // Whether codes are of kNarrowTable.
 inline bool is_narrow(const CodeFormat& code_format) {
   const int8_t* table = code_format.table;
-  if (!kHasHalves || table == nullptr || code_format.block != 0) return false;
+  if (!kHasByteSums || table == nullptr || code_format.block != 0) return false;
   const auto ends = std::minmax_element(table, table + 16);
   return *ends.second - *ends.first <= largest_of(CodeKind::kNarrowTable);
 }

@@ -31,12 +31,12 @@ enum class Seconds { kNone, kOffsets, kZeros };
 
 // Whether tiles hold codes of up to kLargest in 16 bits, for products of pairs.
 template <int kLargest>
-constexpr bool kExpandsPairs = kHasHalves && !kTakesBytes<kLargest>;
+constexpr bool kExpandsPairs = kHasByteSums && !kTakesBytes<kLargest>;
 
 // A whole number of stretches of every form. Pairs take twice the memory.
 constexpr int64_t kMaxTileInputs = 512;
 
-// Where kHasHalves, zeros are seconds, so codes stay small enough for sums of 16 bits. Elsewhere
+// Where kHasByteSums, zeros are seconds, so codes stay small enough for sums of 16 bits. Elsewhere
 // kByteBias - zero is added to the codes, and kLargestByte is 255.
 template <int kPartsOfChunk, Seconds kSecondNumbers, int kLargestByte>
 struct ExpandedTile {
@@ -45,7 +45,7 @@ struct ExpandedTile {
   static constexpr bool kHasPairs = kExpandsPairs<kLargestByte>;
   static constexpr int64_t kMaxInputs = kMaxTileInputs / (kHasPairs ? 2 : 1);
   // Bytes of formats with offsets need none (can_expand).
-  static constexpr bool kHasCorrections = !kHasHalves || kSeconds != Seconds::kOffsets;
+  static constexpr bool kHasCorrections = !kHasByteSums || kSeconds != Seconds::kOffsets;
   using Dot = ByteDot<kLargestByte>;
   using Element = ElementOf<kLargestByte>;  // of x
   static constexpr int kNumbersBytes = kParts * int(kPanelOutputs) * int(sizeof(float));
@@ -69,7 +69,7 @@ struct ExpandedTile {
     const auto bytes_of = [&](int q) {
       const DotInts bytes = codes.bytes(q);
       if constexpr (kHasPairs) return bytes;
-      if constexpr (kHasHalves) return Dot::stored(bytes);
+      if constexpr (kHasByteSums) return Dot::stored(bytes);
       return (DotInts)((DotBytes)bytes + (DotBytes)added);
     };
 #pragma GCC unroll 4
@@ -108,7 +108,7 @@ constexpr int64_t kMinExpandedRows = sizeof(ElementOf<kLargest>) == 1 ? 8 : 16;
 // Whether a tile's products have all that the format has. No checkpoint has offsets and a zero. If
 // zeros are added to codes of 8 bits, the codes may overflow.
 inline bool can_expand(const CodeFormat& code_format) {
-  if (kHasHalves) return code_format.has_offsets == 0 || byte_zero(code_format) == 0;
+  if (kHasByteSums) return code_format.has_offsets == 0 || byte_zero(code_format) == 0;
   return code_format.width < 8 || code_format.has_zeros == 0;
 }
 // A row takes two registers for each of the widths: a part's sum and the result.
@@ -161,7 +161,7 @@ inline void add_part(const uint8_t* chunk, const uint8_t* x, int64_t ld,
   RowSums<R, kTileWidths, 4> sums;
   if constexpr (Tile::kHasPairs) {
     add_pairs<Tile, kPart, R>(chunk, x, ld, sums.of);
-  } else if constexpr (kHasHalves) {
+  } else if constexpr (kHasByteSums) {
     const uint8_t* quads = chunk + Tile::kCodes + kPart * kQuads * kQuadBytes;
     sum_quads<typename Tile::Dot, kQuads, R>(
         [&](int w, int q) {

@@ -158,7 +158,7 @@ struct Flat {
 void linear_flat(Pool& pool, const LinearCall& call) {
   const CodeFormat& code_format = *call.any().code_format;
   if (code_format.table != nullptr) {
-    if constexpr (kHasHalves) {
+    if constexpr (kHasByteSums) {
       if (is_narrow(code_format))
         return multiply_block_quantized<Flat<CodeKind::kNarrowTable>>(pool, call);
     }

@@ -154,11 +154,11 @@ struct BlockQuantizedTask {
   }
 
   void run_expanded(Range rows, int64_t panel, uint8_t* memory) const {
-    constexpr int kParts = Form::kParts, kLargest = kHasHalves ? Form::kLargest : 255;
+    constexpr int kParts = Form::kParts, kLargest = kHasByteSums ? Form::kLargest : 255;
     if (linear.code_format->has_offsets != 0)
       return expand_and_multiply<ExpandedTile<kParts, Seconds::kOffsets, kLargest>>(rows, panel,
                                                                                    memory);
-    if constexpr (kHasHalves && kParts == 1) {
+    if constexpr (kHasByteSums && kParts == 1) {
       if (linear.code_format->has_zeros != 0)
         return expand_and_multiply<ExpandedTile<kParts, Seconds::kZeros, kLargest>>(rows, panel,
                                                                                    memory);

@@ -1,4 +1,4 @@
-// Products of rows with two registers of int4 outputs at once.
+// Products of rows with two registers of int4 outputs at once, or where kHasByteSums with one.
 //
 // linear_int4.cpp has the formula, and multiplies registers one after the other. Here what is
 // loaded of x serves two: the units of a panel, or a unit's halves (kHasHalves). Their sums are
@@ -69,12 +69,12 @@ inline void add_quads(const Int4Quads& quads, const DotElement* x, int64_t ldx,
   }
 }
 
-// above [R][2] += one group.
-template <int R, int kGroup>
+// above [R][U] += one group.
+template <int R, int U, int kGroup>
 inline void add_group_of_units(const uint8_t* halves, const uint8_t* scales, int64_t unit_bytes,
-                               const CodeElement* x, int64_t ldx, DotFloats (&above)[R][2]) {
-  DotInts sums[R][2] = {};
-  if constexpr (kHasHalves) {
+                               const CodeElement* x, int64_t ldx, DotFloats (&above)[R][U]) {
+  DotInts sums[R][U] = {};
+  if constexpr (kHasByteSums) {
     sum_quads<ByteDot<15>, kGroup / 4, R>(
         [&](int u, int q) {
           const uint8_t* bytes = halves + q / 2 * kQuadBytes / 2 + u * next_register<4>(unit_bytes);
@@ -90,16 +90,16 @@ inline void add_group_of_units(const uint8_t* halves, const uint8_t* scales, int
     }
   }
 #pragma GCC unroll 2
-  for (int u = 0; u < 2; ++u) {
+  for (int u = 0; u < U; ++u) {
     const DotFloats scale = to_floats(widen_bytes(scales + u * next_register<1>(unit_bytes)));
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) above[r][u] = fma(to_floats(sums[r][u]), scale, above[r][u]);
   }
 }
 
-// scaled, offsets [R, 32] += num_pairs pairs of groups, one or two, which share the scale `share`
-// of x.
-template <int R, int kGroup>
+// scaled, offsets [R, U registers of 32] += num_pairs pairs of groups, one or two, which share the
+// scale `share` of x.
+template <int R, int U, int kGroup>
 inline void add_share_of_units(const uint8_t* pairs, int64_t num_pairs, int64_t unit_bytes,
                                const RowsOf<CodeElement>& rows, int64_t share,
                                const Int4Sums& sums) {
@@ -107,21 +107,21 @@ inline void add_share_of_units(const uint8_t* pairs, int64_t num_pairs, int64_t 
   // First, the products.
   const CodeElement* x = rows.data + share * (2 * kInt4PairsPerScale * kGroup);
   const int64_t ldx = rows.ld;
-  DotFloats above[R][2] = {};
+  DotFloats above[R][U] = {};
 #pragma GCC unroll 1
   for (int64_t i = 0; i < num_pairs; ++i) {
     const PackedPair<kGroup> pair{pairs + i * PackedPair<kGroup>::kBytes};
 #pragma GCC unroll 2
     for (int g = 0; g < 2; ++g)
-      add_group_of_units<R, kGroup>(pair.halves(g), pair.scales(g), unit_bytes,
-                                    x + (i * 2 + g) * kGroup, ldx, above);
+      add_group_of_units<R, U, kGroup>(pair.halves(g), pair.scales(g), unit_bytes,
+                                       x + (i * 2 + g) * kGroup, ldx, above);
   }
   // Then, the offsets, once the registers of the integer sums are free. A second pair that is not
   // there has offsets of zero.
   const int64_t last = num_pairs - 1;
-  DotInts first_o[2], last_o[2] = {};
+  DotInts first_o[U], last_o[U] = {};
 #pragma GCC unroll 2
-  for (int u = 0; u < 2; ++u) {
+  for (int u = 0; u < U; ++u) {
     const uint8_t* o = PackedPair<kGroup>{pairs}.offsets() + u * next_register<2>(unit_bytes);
     first_o[u] = widen_byte_pairs(o);
     if (last > 0) last_o[u] = widen_byte_pairs(o + PackedPair<kGroup>::kBytes);
@@ -136,7 +136,7 @@ inline void add_share_of_units(const uint8_t* pairs, int64_t num_pairs, int64_t 
     const DotInts first_sum = all_lanes(x_sums + r * num_sums);
     const DotInts last_sum = all_lanes(x_sums + r * num_sums + last);
 #pragma GCC unroll 2
-    for (int u = 0; u < 2; ++u) {
+    for (int u = 0; u < U; ++u) {
       const int64_t at = r * kPanelOutputs + u * kIntLanes;
       const DotInts below =
           dot_pairs(dot_pairs(DotInts{}, first_o[u], first_sum), last_o[u], last_sum);

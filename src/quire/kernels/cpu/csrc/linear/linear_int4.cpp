@@ -43,15 +43,13 @@ using Rows = RowsOf<CodeElement>;
 // products and of offsets.
 #if defined(__AVX512VNNI__)
 constexpr int kMaxRows = 8;
-constexpr int units_at_once(int num_rows) { return num_rows > 1 ? 2 : 1; }
 constexpr int kStepsUnrolled = 8;
 #else
-constexpr int kMaxRows =
-    kIntLanes == 16 ? 9 : kHas32Registers ? 8 : kHasHalves ? 6 : 3;
-constexpr int units_at_once(int) { return 1; }
-// g++ 12 takes time quadratic in the length of the loop's body: for nine rows, 27 s instead of 1.
+constexpr int kMaxRows = kHasByteSums ? 6 : kHas32Registers ? 8 : 3;
+// g++ 12 takes time quadratic in the length of the loop's body.
 constexpr int kStepsUnrolled = kHas32Registers ? 2 : 8;
 #endif
+constexpr int units_at_once(int num_rows) { return kIntLanes == kUnit && num_rows > 1 ? 2 : 1; }
 constexpr int registers_at_once(int num_rows) { return kHasHalves ? 2 : units_at_once(num_rows); }
 
 // above [R] += one group of R rows. Few rows have two sums each, or the processor would wait for
@@ -138,7 +136,7 @@ inline void multiply_wide(const uint8_t* bytes, int64_t num_wide, const Rows& ro
     for (int64_t k = 0; k < num_wide; k += 4) {
       const auto weights = load_as<DotInts>(bytes + k * kUnit);
       const CodeElement* quad = x + r * rows.ld + k;
-      if constexpr (kHasHalves)
+      if constexpr (kHasByteSums)
         sum += multiply_quad<ByteDot<255>>(weights, quad);
       else
         sum = dot(sum, DotWeights(weights), DotInput((const DotElement*)quad));
@@ -159,22 +157,20 @@ void multiply_units(const uint8_t* unit, int64_t num_pairs, int64_t num_wide,
   constexpr int64_t kPairBytes = PackedPair<kGroup>::kBytes;
   const int64_t unit_bytes = num_pairs * kPairBytes + num_wide * kUnit;
   prefetch.spread(num_pairs * (kUnit / kLanesAtOnce));
-  if constexpr (kHasHalves) {
+  constexpr bool kByInt4Units = kHasByteSums || kRegisters == 2;
+  if constexpr (kByInt4Units) {
     for (int r = 0; r < R; ++r) {
-      std::memset(sums.scaled + r * kPanel, 0, kUnit * sizeof(float));
-      std::memset(sums.offsets + r * kPanel, 0, kUnit * sizeof(float));
+      std::memset(sums.scaled + r * kPanel, 0, kRegisters * kIntLanes * sizeof(float));
+      std::memset(sums.offsets + r * kPanel, 0, kRegisters * kIntLanes * sizeof(float));
     }
-  } else if constexpr (kRegisters == 2) {
-    std::memset(sums.scaled, 0, R * kPanel * sizeof(float));
-    std::memset(sums.offsets, 0, R * kPanel * sizeof(float));
   }
   for (int lane = 0; lane < kUnit; lane += kLanesAtOnce) {
     for (int64_t first = 0, share = 0; first < num_pairs; first += kPairsPerScale, ++share) {
       const int64_t left = num_pairs - first, count = left < kPairsPerScale ? left : kPairsPerScale;
-      if constexpr (kRegisters == 2) {
+      if constexpr (kByInt4Units) {
         for (int64_t i = 0; i < count; ++i) prefetch.step();
-        add_share_of_units<R, kGroup>(unit + first * kPairBytes, count, unit_bytes, rows, share,
-                                      sums);
+        add_share_of_units<R, kRegisters, kGroup>(unit + first * kPairBytes, count, unit_bytes,
+                                                  rows, share, sums);
       } else {
         add_share<R, kGroup>({unit}, first, first + count, share, lane, rows, prefetch, sums);
       }
