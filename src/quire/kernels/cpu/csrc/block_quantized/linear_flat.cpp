@@ -57,18 +57,16 @@ struct Flat {
   static void multiply(const UnitProduct& call, Prefetch prefetch) {
     const int64_t num_chunks = call.layout.inputs / kChunkInputs;  // of a stretch
     const int64_t of_group = num_chunks / 2;
-    prefetch.spread(call.num_stretches * (kFetchesByChunk ? num_chunks : 1) *
-                    (kUnitOutputs / lanes_at_once<U>));
+    prefetch.spread(call.num_stretches * num_chunks * (kUnitOutputs / lanes_at_once<U>));
     for (int lane = 0; lane < kUnitOutputs; lane += lanes_at_once<U>) {
       DotFloats results[R][U] = {};
       const CodeFormat code_format = *call.linear.code_format;  // stays in registers
       const uint8_t *stretch = call.unit, *x = call.x;
       for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
-        if constexpr (!kFetchesByChunk) prefetch.step();
         const uint8_t* chunks = stretch + call.layout.codes + lane * 4;
         const uint8_t* numbers = stretch + lane * 2;
         for (int64_t c = 0; c < num_chunks; ++c) {
-          if constexpr (kFetchesByChunk) prefetch.step();
+          prefetch.step();
           add_chunk<R, U>(call, code_format, numbers + (c < of_group ? 0 : kHalvesBytes), chunks, x,
                           results);
           chunks += Chunk<kKind>::kBytes;

@@ -54,13 +54,12 @@ struct TwoLevel {
   // U: registers at once.
   template <int R, int U>
   static void multiply(const UnitProduct& call, Prefetch prefetch) {
-    constexpr int64_t kFetches = kFetchesByChunk ? kBlockInputs / kChunkInputs : 1;  // of a block
+    constexpr int64_t kFetches = kBlockInputs / kChunkInputs;  // of a block
     prefetch.spread(call.num_stretches * kFetches * (kUnitOutputs / lanes_at_once<U>));
     for (int lane = 0; lane < kUnitOutputs; lane += lanes_at_once<U>) {
       DotFloats results[R][U] = {};
       const uint8_t *stretch = call.unit, *x = call.x;
       for (int64_t i = 0; i < call.num_stretches; ++i, stretch += call.layout.bytes) {
-        if constexpr (!kFetchesByChunk) prefetch.step();
         add_block<R, U>(call, stretch, lane, x, prefetch, results);
         x += kBlockInputs / kChunkInputs * kChunkRowBytes<kParts, Element>;
       }
@@ -81,7 +80,7 @@ struct TwoLevel {
       factors.offsets[u] = widen_fp16(own + kHalvesBytes);
     }
     for (int i = 0; i < kBlockInputs / kChunkInputs; ++i) {
-      if constexpr (kFetchesByChunk) prefetch.step();
+      prefetch.step();
       const auto codes = chunks_of<kKind, U>(chunk, call.unit_bytes, call.table);
       add_group<R, U, 0>(call, codes.units, stretch, factors, lane, i, x, results);
       if constexpr (kParts == 2)

@@ -77,11 +77,16 @@ inline MultiplyUnits choose_streamed(int64_t num_rows, std::integer_sequence<int
 constexpr int64_t kMinFetchedRows = 2;
 constexpr int64_t kAheadBytes = 8192;
 
-// Whether each chunk prefetches its share, instead of each stretch all at once. At once, reads wait
-// for tens of prefetches: two rows of Q6_K took 1.3 times as long, four of Q4_K 1.07 times. One row
-// takes 0.78 (Q4_K), 0.72 (Q6_K) and 0.95 (Q8_0) times as long as without requests. (One thread,
-// Zen 3; other sets were not measured.)
-constexpr bool kFetchesByChunk = kHasHalves;
+// Whether one row, and streamed rows, prefetch weights too. With AVX2 one row takes 0.78 (Q4_K), 0.72
+// (Q6_K) and 0.95 (Q8_0) times as long as without prefetches (one thread, Zen 3). With AVX-512 codes
+// of 5 and 6 bits take 0.8 to 0.9 times as long, others 1.1 to 1.2 times (Zen 4).
+//
+// Each chunk prefetches its share of a stretch. Where a stretch prefetched all at once, reads waited
+// for tens of prefetches: two rows of Q6_K took 1.3 times as long (AVX2, Zen 3), five rows of Q4_K,
+// Q5_K and Q6_K 1.2 to 1.4 times (AVX-512, Zen 4).
+inline bool fetches_always(const CodeFormat& code_format) {
+  return kHasHalves || (kHasWideRegisters && code_format.width % 4 != 0);
+}
 
 // The chunks of U registers' outputs.
 template <CodeKind kKind, int U>
@@ -212,7 +217,8 @@ struct BlockQuantizedTask {
     // Units that are read side by side are not what lies ahead of either.
     const bool is_sequential = num_blocks == 1 && units_at_once(int(rows.size())) == 1;
     const int64_t ahead = is_sequential ? kAheadBytes : num_bytes;
-    const bool is_fetched = kFetchesByChunk || (rows.size() >= kMinFetchedRows && !is_streamed);
+    const bool is_fetched = fetches_always(*linear.code_format) ||
+                            (rows.size() >= kMinFetchedRows && !is_streamed);
     const int64_t num_lines = is_fetched ? num_bytes / kLineBytes : 0;
     alignas(64) float results[Form::kMaxRows * kPanelOutputs];
     for (int64_t i = 0; i < num_blocks; ++i) {
