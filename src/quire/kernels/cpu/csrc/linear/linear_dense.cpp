@@ -4,7 +4,7 @@
 // Step::kMaxRows, their sums in registers. One block alone waits for nothing but memory: it
 // prefetches weights a little ahead. Several blocks read a chunk of the panel from the L2 cache,
 // one after another, and meanwhile all of them prefetch the next chunk, which follows it in memory:
-// so reading and multiplying overlap however many rows there are. With AVX2, linear_packed.h
+// so reading and multiplying overlap however many rows there are. Where kPacksRows, linear_packed.h
 // multiplies three or more rows of one linear instead. linear_float8.h describes weights of fp8.
 #include "linear/epilogue.h"
 #include "linear/linear.h"
