@@ -295,6 +295,10 @@ Unit find_unit(const AdapterCall& call, const AdapterSlot& slot, int64_t panel, 
   return found;
 }
 
+// g++ takes a function that only prefetches for one without effects, and leaves its calls out, unless
+// it has this.
+inline void keep_calls() { asm volatile(""); }
+
 void prefetch(const Unit& unit) {
   for (int p = 0; p < unit.count; ++p) {
     const int64_t size = min_of(unit.parts[p].num_steps * kUnitStepBytes, kFetchedBytes);
@@ -340,6 +344,7 @@ void add_group(const AdapterCall& call, const AdapterGroup& group, Range rows, i
 // What the thread reads for its next panel comes while it multiplies this one.
 template <typename T>
 void prefetch_panel(const AdapterCall& call, int64_t panel) {
+  keep_calls();
   if (panel >= num_panels(*call.linear)) return;
   const AdapterRows& step = *call.adapter->rows;
   for (int32_t g = 0; g < step.num_groups; ++g) {
@@ -360,6 +365,7 @@ void add_groups(const AdapterCall& call, Range rows, int64_t panel, float* delta
 
 // A of the linear that follows comes while this one is multiplied: its share of one panel.
 void prefetch_following(const AdapterCall& call, int64_t panel) {
+  keep_calls();
   const AdapterLinear* const next = call.adapter->next;
   if (next == nullptr) return;
   const int64_t num_steps = divide_up(next->num_inputs, call.dtype == kBF16 ? 2 : 1);
