@@ -34,7 +34,7 @@ class DeferredImports(MetaPathFinder):
     """Finds the deferred modules for the import system, and runs them when they are needed.
 
     They are needed when an attribute of one is read, or when one of USERS or of torch.export's
-    submodules is imported. Then all that were imported so far run, in the order of their imports.
+    submodules is imported. Then all imported deferred modules run, in the order of their imports.
     """
 
     def __init__(self) -> None:

@@ -62,16 +62,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     args = parser.parse_args(words)
     args.words, args.told = words, parser.chosen(args).told
-    if args.command == "generate" and not (args.prompts or args.prompt):
-        parser.error("the following arguments are required: PROMPT")
-    if args.command == "generate" and args.model is None and _is_model(*args.prompts[:1]):
-        parser.error(
-            f"{args.prompts[0]} is a model; write --model {args.prompts[0]} before a PROMPT"
-        )
-    if args.command == "batch" and args.input is None:
-        parser.error("the following arguments are required: FILE")
-    if args.command == "plan" and args.load is None:
-        parser.error("the following arguments are required: --load")
+    _check_texts(parser, args)
     if args.version:
         return _version(args.verbose)
     if args.verbose:
@@ -114,6 +105,20 @@ def main(words: Sequence[str] | None = None) -> int:
         _complain(str(error))
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _check_texts(parser: Parser, args: argparse.Namespace) -> None:
+    """Exit if a command lacks what it reads, or has a model's path in place of a text."""
+    if args.command == "generate" and not (args.prompts or args.prompt):
+        parser.error("the following arguments are required: PROMPT")
+    if args.command == "generate" and args.model is None and _is_model(*args.prompts[:1]):
+        parser.error(
+            f"{args.prompts[0]} is a model; write --model {args.prompts[0]} before a PROMPT"
+        )
+    if args.command == "batch" and args.input is None:
+        parser.error("the following arguments are required: FILE")
+    if args.command == "plan" and args.load is None:
+        parser.error("the following arguments are required: --load")
 
 
 def _is_model(text: str = "") -> bool:

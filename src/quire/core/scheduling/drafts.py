@@ -161,21 +161,21 @@ class Drafting:
             return False
         return sequence.num_computed_tokens >= sequence.num_prompt_tokens
 
-    def plan(self, chunks: Mapping[Sequence, int], budget: StepBudget) -> None:
+    def plan(self, chunks: Mapping[Sequence, int], budget: StepBudget) -> bool:
         """Choose the drafts of the step that is being planned; all its other tokens are planned.
 
         Sequences get drafts as `choose_lengths` says, as long as there are free blocks; sequences
-        of higher rank take these first.
+        of higher rank take these first. Returns False if the step is idle, as `is_idle` says.
         """
         self._budget, self._load_before = budget, budget.load
         if budget.load.num_replay_tokens:
             self._load_before = budget.load._replace(num_replay_tokens=0)
         if self._num_to_rest:
-            return
+            return True
         model = self.model
         if model is not None and not model.is_considered():
             if not self.speculator.has_proposers:
-                return
+                return True
             model = None
         least = least_tokens(budget)
         if least < 1:
@@ -186,7 +186,7 @@ class Drafting:
                 if model is not None:
                     model.end_plan(has_ordered=bool(self._ordered))
         if self._planned or self._ordered:
-            return
+            return True
         self.is_idle = not self._has_states
         if not self._is_awaited:
             asking_s = (1 + self._num_asked) * ASKING_S
@@ -194,6 +194,7 @@ class Drafting:
             if self._credit_s < 0:
                 self._credit_s = 0.0
                 self._num_to_rest = 1 + _num_rests(budget, asking_s)
+        return not self.is_idle
 
     def _choose(
         self, rows: list[DraftingRow], budget: StepBudget, model: ModelDrafts | None

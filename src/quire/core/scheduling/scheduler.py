@@ -302,8 +302,7 @@ class Scheduler:
         self.admission.admit_waiting(chunks, budget, self._next_step_id, now_s)
         # Last, add drafts to decoding rows, within the tokens and time that are left.
         if self.drafting is not None and not self.drafting.is_idle:
-            self.drafting.plan(chunks, budget)
-            if self.drafting.is_idle:  # it found none
+            if not self.drafting.plan(chunks, budget):
                 self._plain.rejoin(chunks)
         if not len(self.waiting):  # so there are no forks
             return []
