@@ -1,6 +1,7 @@
 """Entries of a file are found under their facts, and damaged ones are left out."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,34 @@ def test_a_place_that_can_t_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match=r"can't be kept .* with --things"):
         _open(tmp_path / "file" / "things.json").store(FACTS, {})
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "null", "\0"])
+def test_a_damaged_file_is_replaced(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "things.json"
+    path.write_text(text)
+    assert _open(path).find(FACTS) is None
+    _open(path).store(FACTS, {"figure": 1})
+    assert _open(path).find(FACTS) is not None
+
+
+@pytest.mark.parametrize("name", ["pipe", "folder", ".", "device"])
+def test_what_is_no_regular_file_is_neither_read_nor_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    kept = _open(Path(name) if name == "." else tmp_path / name)
+    assert kept.find(FACTS) is None
+    with pytest.raises(ConfigurationError, match="not a regular file"):
+        kept.store(FACTS, {})
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "device").is_symlink()
+
+
+def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to("things.json")
+    _open(link).store(FACTS, {"figure": 1})
+    assert link.is_symlink() and _open(tmp_path / "things.json").find(FACTS) is not None
 
 
 def test_the_oldest_entries_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ data; its key is their digest. Unreadable entries are ignored, so they are measu
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -45,7 +46,9 @@ class MeasurementFile:
     def read(self) -> dict[str, dict[str, Any]]:
         """All entries by key, the oldest first. An unreadable file counts as empty."""
         try:
-            if self._path.stat().st_size > MAX_BYTES:
+            status = self._path.stat()
+            # Devices and pipes may have no end.
+            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
                 raise ValueError
             found = json.loads(self._path.read_bytes())
             entries = found[self._field]
@@ -53,7 +56,7 @@ class MeasurementFile:
                 raise ValueError
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             logger.warning(
                 "%s can't be read as a file of stored %s, and is ignored", self._path, self._field
             )
@@ -71,26 +74,33 @@ class MeasurementFile:
     def store(self, facts: Mapping[str, Any], entry: Mapping[str, Any]) -> None:
         """Store an entry, replacing the one with the same facts.
 
-        Raises ConfigurationError if the file can't be written.
+        Raises ConfigurationError if the file can't be written, or is no regular file.
         """
+        # No program could use a device such as /dev/null after a file has replaced it.
+        if self._path.exists() and not self._path.is_file():
+            raise self._unusable("it is not a regular file")
         entries = self.read()
         entries.pop(key_of(facts), None)
         entries[key_of(facts)] = {"facts": dict(facts), **entry}
         for oldest in list(entries)[:-MOST_ENTRIES]:
             del entries[oldest]
         text = json.dumps({"format": self._form, self._field: entries}, indent=1) + "\n"
-        new = self._path.with_name(f"{self._path.name}.{os.getpid()}.new")
+        path = Path(os.path.realpath(self._path))  # a link stays one
+        new = path.with_name(f"{path.name}.{os.getpid()}.new")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             new.write_text(text)
-            new.replace(self._path)
+            new.replace(path)
         except OSError as error:
             with suppress(OSError):
                 new.unlink()
-            raise ConfigurationError(
-                f"measurements can't be kept in {self._path} ({error.strerror}); name another"
-                f" file with {self._flag}"
-            ) from error
+            raise self._unusable(str(error.strerror)) from error
+
+    def _unusable(self, why: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"measurements can't be kept in {self._path} ({why}); name another file with"
+            f" {self._flag}"
+        )
 
     def warn_of_damage(self) -> None:
         """Log that an entry lacks expected values, and is ignored."""

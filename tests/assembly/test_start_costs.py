@@ -29,7 +29,7 @@ def test_costs_are_found_again(tmp_path: Path, rates: MachineRates | None) -> No
     assert StartCostFile(path, {"kernels": "torch"}).find() is None
 
 
-@pytest.mark.parametrize("coefficients", [[1.0], ["x"], [-1.0] * 18, None])
+@pytest.mark.parametrize("coefficients", [[1.0], ["x"], [-1.0] * 18, [10**400], None])
 def test_a_damaged_entry_is_left_out(
     tmp_path: Path, coefficients: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -268,6 +268,12 @@ def test_a_model_holds_until_steps_change_by_half(factor: float, holds: bool) ->
     assert len(runner.plans) == 1 + NUM_CHECKS and not runner.rows
 
 
+def test_a_model_that_predicts_no_time_does_not_hold() -> None:
+    model = StepCostModel([0.0] * len(calibrated_model(TimedRunner(), SHAPE, 2.2).coefficients))
+    runner = TimedRunner()
+    assert not still_holds(model, runner, SHAPE, runner.clock)
+
+
 def test_a_first_step_that_touches_memory_does_not_count() -> None:
     runner = FirstIsSlow()
     model = StepCostModel.fit([StepSample(StepLoad(1, 1), BASE_S + TOKEN_S)])

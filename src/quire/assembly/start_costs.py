@@ -55,7 +55,7 @@ class StartCostFile:
             rates = entry["rates"]
             model = StepCostModel([float(each) for each in entry["coefficients"]])
             return StartCosts(model, None if rates is None else MachineRates(*map(float, rates)))
-        except (KeyError, TypeError, ValueError, AssertionError):
+        except (KeyError, TypeError, ValueError, OverflowError, AssertionError):
             self._entries.warn_of_damage()
             return None
 

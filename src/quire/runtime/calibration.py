@@ -116,10 +116,11 @@ def still_holds(
     bench = _Bench(runner, shape, clock)
     try:
         bench.run(probe)  # touches code and memory for the first time
-        change = min(bench.run(probe) for _ in range(NUM_CHECKS)) / model.predict_s(probe.load)
+        fastest_s = min(bench.run(probe) for _ in range(NUM_CHECKS))
     finally:
         runner.reset()
-    return 1 / MOST_CHANGE <= change <= MOST_CHANGE
+    predicted_s = model.predict_s(probe.load)
+    return fastest_s <= predicted_s * MOST_CHANGE and predicted_s <= fastest_s * MOST_CHANGE
 
 
 def calibrate(
