@@ -58,7 +58,7 @@ ARROWS = {
     "measurement_file": "",
     "child_process": "",
     "observability": "",
-    "plugins": "",
+    "plugins": "deferred_imports",
     "quick_start": "deferred_imports",
     "deferred_imports": "",
     "registry": "",

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from importlib.abc import Loader
 from pathlib import Path
 from types import ModuleType
 
@@ -88,24 +87,45 @@ assert all("__getattr__" not in vars(sys.modules[name]) for name in DEFERRED)
     )
 
 
-class NotingLoader(Loader):
-    """Notes the names of the modules that it runs."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.names.append(module.__name__)
-
-
 @pytest.mark.parametrize("user", [*USERS, "torch.export.dynamic_shapes"])
-def test_deferred_modules_run_before_their_users_are_imported(user: str) -> None:
-    imports, loader = DeferredImports(), NotingLoader()
+def test_deferred_modules_are_imported_before_their_users(
+    user: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imports, imported = DeferredImports(), list[str]()
     for name in DEFERRED:
-        imports.wait(loader, ModuleType(name))
-    assert imports.find_spec("torch.nn", None) is None and not loader.names
-    assert imports.find_spec(user, None) is None and loader.names == list(DEFERRED)
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        imports.stand_in(sys.modules[name])
+    monkeypatch.setattr("importlib.import_module", imported.append)
+    monkeypatch.delitem(sys.modules, user, raising=False)
+    assert imports.find_spec("torch.nn", None) is None and not imported
+    assert imports.find_spec(user, None) is None and imported == list(DEFERRED)
+    assert not sys.modules.keys() & set(DEFERRED)
     assert imports.find_spec(DEFERRED[0], None) is None  # no longer deferred
+
+
+def test_a_module_that_a_deferred_one_imports_runs_once() -> None:
+    run(
+        DEFERRING
+        + """
+import torch.export.dynamic_shapes
+assert torch.export.dynamic_shapes.Dim is torch.export.Dim
+assert torch.export.dynamic_shapes is sys.modules["torch.export.dynamic_shapes"]
+assert torch.export.dynamic_shapes.__spec__.loader is torch.export.dynamic_shapes.__loader__
+import torch._export.utils
+assert torch._export.wrappers is sys.modules["torch._export.wrappers"]
+"""
+    )
+
+
+def test_plugins_find_nothing_deferred() -> None:
+    run(
+        DEFERRING
+        + """
+from quire.plugins import load_plugins
+load_plugins(["email.charset"])
+assert torch.where(on_meta > 0, on_meta, on_meta).is_meta
+"""
+    )
 
 
 def test_other_versions_of_torch_defer_nothing(

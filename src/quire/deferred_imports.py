@@ -31,16 +31,17 @@ USERS = ("torch._dynamo", "torch._inductor", "torch._export", "transformers")
 
 
 class DeferredImports(MetaPathFinder):
-    """Finds the deferred modules for the import system, and runs them when they are needed.
+    """Finds the deferred modules for the import system, and imports them when they are needed.
 
     They are needed when an attribute of one is read, or when one of USERS or of torch.export's
-    submodules is imported. Then all imported deferred modules run, in the order of their imports.
+    submodules is imported. Until then, each has an empty stand-in. Python imports them, with its
+    own locks: with another lock, two threads that import could wait for each other for ever.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        #: The modules that were imported and have not run, in the order of their imports.
-        self._waiting: list[tuple[Loader, ModuleType]] = []
+        self._lock = threading.Lock()
+        #: The modules that were imported and have stand-ins, in the order of their imports.
+        self._stand_ins: dict[str, ModuleType] = {}
         self._is_over = False
 
     def find_spec(
@@ -50,8 +51,11 @@ class DeferredImports(MetaPathFinder):
         if self._is_over or not name.startswith(("torch.", "transformers")):
             return None
         if name in USERS or name.startswith("torch.export."):
-            self.run_all()
-            return None
+            self.import_all()
+            # A deferred module may have imported it. Python would run the module again by the
+            # module's own spec while it is in sys.modules. The loader puts it back.
+            module = sys.modules.pop(name, None)
+            return None if module is None else ModuleSpec(name, _ImportedLoader(module))
         if name not in DEFERRED or not sys.modules["torch"].__version__.startswith(TESTED):
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -59,31 +63,28 @@ class DeferredImports(MetaPathFinder):
             spec.loader = _DeferringLoader(self, spec.loader)
         return spec
 
-    def wait(self, loader: Loader, module: ModuleType) -> None:
-        """Let a module wait until it is needed."""
+    def stand_in(self, module: ModuleType) -> None:
+        """Let an empty module stand for the module of its name until that is needed."""
 
         def read(name: str) -> Any:
             # Python and its tools look for such names in all modules.
             if name.startswith("__") and name != "__all__":
                 raise AttributeError(name)
-            self.run_all()
-            if name not in vars(module):
-                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            return vars(module)[name]
+            self.import_all()
+            return getattr(sys.modules[module.__name__], name)
 
         module.__dict__["__getattr__"] = read
-        self._waiting.append((loader, module))
+        self._stand_ins[module.__name__] = module
 
-    def run_all(self) -> None:
-        """Run the waiting modules, and defer no others. Other threads wait for the end."""
+    def import_all(self) -> None:
+        """Import the modules that have stand-ins, and defer no others."""
         with self._lock:
-            self._is_over = True
-            while self._waiting:
-                loader, module = self._waiting.pop(0)
-                read = vars(module)["__getattr__"]
-                loader.exec_module(module)
-                if vars(module)["__getattr__"] is read:  # else the module has one of its own
-                    del module.__dict__["__getattr__"]
+            if not self._is_over:
+                self._is_over = True
+                for name in self._stand_ins:
+                    del sys.modules[name]
+        for name in self._stand_ins:
+            importlib.import_module(name)
 
 
 class _DeferringLoader(Loader):
@@ -101,9 +102,24 @@ class _DeferringLoader(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        self._imports.wait(self._loader, module)
+        self._imports.stand_in(module)
         if module.__name__ in RUN_IN_PLACE:
             importlib.import_module(RUN_IN_PLACE[module.__name__])
+
+
+class _ImportedLoader(Loader):
+    """Gives the import system a module that has run, so that it does not run again."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """See `Loader`."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See `Loader`."""
+        module.__spec__ = self._spec  # Python has replaced it
 
 
 def defer_imports() -> None:
@@ -112,3 +128,11 @@ def defer_imports() -> None:
     if "torch" in sys.modules or any(isinstance(each, DeferredImports) for each in sys.meta_path):
         return
     sys.meta_path.insert(0, DeferredImports())
+
+
+def import_deferred() -> None:
+    """Import what was deferred, and defer nothing from now on: for code that may compute shapes
+    with tensors of the meta device."""
+    for each in sys.meta_path:
+        if isinstance(each, DeferredImports):
+            each.import_all()

@@ -14,6 +14,7 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from quire.deferred_imports import import_deferred
 from quire.errors import ConfigurationError
 from quire.option_fields import Flag, Options, Texts, check_each, declared_options, option
 from quire.version import __version__
@@ -64,6 +65,7 @@ def _load(plugin: "EntryPoint") -> None:
         raise ConfigurationError(
             f"{title} can't be loaded: name a module (package.module), or module:function"
         )
+    import_deferred()
     if plugin.dist is not None:
         title += f" of the package {plugin.dist.name}"
     try:
