@@ -301,9 +301,9 @@ class Scheduler:
             self.admission.make_room_for_first()
         self.admission.admit_waiting(chunks, budget, self._next_step_id, now_s)
         # Last, add drafts to decoding rows, within the tokens and time that are left.
-        if self.drafting is not None and not self.drafting.is_idle:
-            if not self.drafting.plan(chunks, budget):
-                self._plain.rejoin(chunks)
+        drafting = self.drafting
+        if drafting is not None and not drafting.is_idle and not drafting.plan(chunks, budget):
+            self._plain.rejoin(chunks)
         if not len(self.waiting):  # so there are no forks
             return []
         return [
