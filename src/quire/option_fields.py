@@ -448,7 +448,7 @@ def flag_help(each: Field[Any], declared: Option) -> str:
     if shown is None:
         shown = _shown(each.default)
         if served is not _NOT_GIVEN:
-            shown += f"; serve: {_shown(served)}"
+            shown += f"{shown and '; '}serve: {_shown(served)}"
     return f"{text} ({shown})" if shown else text
 
 
