@@ -1,5 +1,7 @@
 """Sequences that decode in every step: their shared counts, ends and rows."""
 
+import gc
+import weakref
 from random import Random
 
 import pytest
@@ -54,6 +56,24 @@ def test_members_are_due_at_their_ends_and_leave_when_they_have_changed() -> Non
     plain.leave_all()
     plain.launch(4)
     assert (early.num_computed_tokens, early.last_step_id, len(plain)) == (5, 3, 0)
+
+
+def test_plans_that_check_all_sequences_keep_no_sequence_that_has_left() -> None:
+    plain, sequence = PlainSequences(), decoding(1, plain_end=3)
+    plain.renew([sequence])
+    for step_id in range(4):
+        due, others = plain.find_others([sequence], checks_all=True)
+        if sequence.num_computed_tokens == sequence.plain_end:
+            sequence.plain_end = 5  # as if its table had grown
+        plain.settle(due, others, {}, may_stay=True)
+        plain.launch(step_id)
+    assert sequence.num_computed_tokens == sequence.plain_end == 5
+    plain.leave_all()
+    plain.launch(4)
+    reference = weakref.ref(sequence)
+    del sequence, due, others
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -182,7 +182,7 @@ class PlainSequences:
         """The members that have reached their `plain_end`, in no order. Each must then be in a call
         of `renew` or `leave`."""
         counts = self._counts
-        ended = self._ends.pop(counts.num_launched, ())
+        ended = self._ends.get(counts.num_launched, ())
         return [
             sequence
             for sequence in ended  # some have left since, or got another end
@@ -233,6 +233,8 @@ class PlainSequences:
             self._rows = self._rows.changed(self._gone, self._new)
             self._gone.clear()
             self._new.clear()
+        # No longer due. A plan that checks all sequences has not asked which are.
+        self._ends.pop(self._counts.num_launched, None)
         self._counts.num_launched += 1
         self._counts.last_step_id = step_id
         return self._rows
