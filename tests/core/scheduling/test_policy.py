@@ -112,6 +112,10 @@ def test_shortest_first_orders_by_tokens_to_compute_and_by_waiting() -> None:
     assert names(enter(POLICIES.make("shortest_first"), long, cached, short, late)) == (
         "cachedshortlonglate"  # 110, 800, 900 and 910 tokens
     )
+    resumed = make("resumed", prompt=10)
+    resumed.token_ids += [2] * 850  # its client has this output already
+    short = make("short", 0.5, prompt=300)
+    assert names(enter(POLICIES.make("shortest_first"), resumed, short)) == "shortresumed"
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

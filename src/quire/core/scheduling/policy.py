@@ -147,8 +147,8 @@ class LongestPrefixPolicy(Policy):
 
 
 class ShortestFirstPolicy(LongestPrefixPolicy):
-    """The fewest prompt tokens to compute first, those that the prefix cache lacks; a second of
-    waiting counts like `wait_tokens_per_s` tokens fewer.
+    """The fewest tokens to compute first, those that the prefix cache lacks; a second of waiting
+    counts like `wait_tokens_per_s` tokens fewer.
 
     This is the order with the smallest mean time to the first token (Smith, Various Optimizers for
     Single-Stage Production, 1956), with ageing. No sequence starves: the bound of
@@ -157,7 +157,7 @@ class ShortestFirstPolicy(LongestPrefixPolicy):
 
     def rank(self, sequence: Sequence, now_s: float) -> Rank:
         (rank,) = super().rank(sequence, now_s)
-        return (rank + sequence.num_prompt_tokens,)
+        return (rank + sequence.num_tokens,)  # a resumed request also has output
 
 
 @dataclass(slots=True)
