@@ -118,6 +118,25 @@ def test_shortest_first_orders_by_tokens_to_compute_and_by_waiting() -> None:
     assert names(enter(POLICIES.make("shortest_first"), resumed, short)) == "shortresumed"
 
 
+@pytest.mark.parametrize("name", ["longest_prefix", "shortest_first"])
+def test_a_fork_stays_behind_its_parent_while_the_prompt_is_computed(name: str) -> None:
+    matches = {"parent": 0, "fork": 0}
+    policy = POLICIES.make(name)
+    queue = WaitingQueue(policy, lambda sequence: matches[sequence.request_id])
+    parent, fork = make("parent", prompt=100), make("fork", prompt=100)
+    fork.order = 1
+    fork.fork_from(parent)
+    queue.enter(parent, 0.0)
+    queue.enter(fork, 0.0)
+    admit(policy, queue, parent)
+    parent.num_computed_tokens = matches["fork"] = 64
+    queue.refresh(0.1)
+    assert parent.rank < fork.rank
+    parent.num_computed_tokens = 100  # it could not join, and now all of its prompt is cached
+    queue.refresh(0.2)
+    assert fork.rank < parent.rank
+
+
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_the_rank_of_one_that_ran_never_changes(name: str) -> None:
     policy = POLICIES.make(name)

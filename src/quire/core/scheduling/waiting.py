@@ -144,7 +144,12 @@ class WaitingQueue:
     def _read_rank(self, sequence: Sequence, now_s: float) -> Rank:
         if self._policy.reads_matches:
             assert self._count_matched_tokens is not None
-            sequence.num_matched_tokens = self._count_matched_tokens(sequence)
+            parent = sequence.parent
+            if parent is not None and parent.num_computed_tokens < sequence.num_common_tokens:
+                # The tokens that its parent has computed must not put a fork ahead of its parent.
+                sequence.num_matched_tokens = parent.num_matched_tokens
+            else:
+                sequence.num_matched_tokens = self._count_matched_tokens(sequence)
         return (*self._policy.rank(sequence, now_s), sequence.order)
 
 
