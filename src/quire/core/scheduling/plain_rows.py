@@ -1,8 +1,8 @@
 """The sequences that decode one token in every step, and their rows.
 
-Nearly all rows of nearly all steps are of such sequences. So a step looks at none of them: their
-counts are changed once for all (`StepCounts`), and they are listed anew only if one came
-or went. `scheduler` is the only user of `PlainSequences`.
+Most rows of most steps belong to such sequences. So a step looks at none of them: their
+counts are changed once for all (`StepCounts`), and they are listed anew only if one joined
+or left. `scheduler` is the only user of `PlainSequences`.
 """
 
 from bisect import bisect_left
@@ -17,7 +17,7 @@ from quire.core.scheduling.running_set import rank_of
 from quire.core.sequence import Sequence
 from quire.core.sequence_counts import NO_STEPS, StepCounts
 
-# The fields of an output behind `num_cached_tokens`, of a sequence that goes on, without end.
+# An output's fields after `num_cached_tokens` if the sequence continues, each repeated endlessly.
 OTHER_FIELDS = [repeat(value) for value in SequenceOutput._field_defaults.values()][1:]
 
 # new_output(SequenceOutput, fields) takes 65% of the time of the constructor.
@@ -28,9 +28,8 @@ OUTPUT_CLASS = repeat(SequenceOutput)
 class PlainRows(NamedTuple):
     """The rows of a step whose sequences only append a token, unless it is an end token.
 
-    Nearly all rows of nearly all steps are such rows, so they are kept as columns of equal length,
-    `all_end_token_ids` aside: a result is applied to all of them at once. Their sequences
-    have sampled before.
+    Most rows of most steps are such rows, so they are kept as columns of equal length, and a result
+    is applied to all of them at once. Their sequences have sampled before.
     """
 
     #: In ascending order, like the decoding rows of a result.
@@ -71,7 +70,7 @@ class PlainRows(NamedTuple):
 
 NO_PLAIN_ROWS = PlainRows([], [], [], [], [], [], [], [], frozenset())
 
-# The values of a sequence in the columns of `PlainRows`, itself aside.
+# The values of a sequence in the columns of `PlainRows`, except for the sequence itself.
 _values_of = attrgetter(
     "row",
     "token_ids",
@@ -95,7 +94,7 @@ class PlainSequences:
         self._counts = StepCounts()
         self._members: set[Sequence] = set()
         self._ends: dict[int, set[Sequence]] = {}
-        #: The rows of the last step, and the sequences that came and went since.
+        #: The rows of the last step, and the sequences that joined and left since.
         self._rows = NO_PLAIN_ROWS
         self._new: set[Sequence] = set()
         self._gone: set[Sequence] = set()
@@ -134,8 +133,8 @@ class PlainSequences:
     def find_others(
         self, running: list[Sequence], checks_all: bool
     ) -> tuple[list[Sequence], list[Sequence]]:
-        """Begin to plan a step. Returns the members that must be checked, which `settle` then
-        takes, and all running sequences that must be, by rank."""
+        """Begin to plan a step. Returns the members that must be checked, for `settle`, and all
+        running sequences that must be checked, by rank."""
         self.pop_changed()
         if checks_all:
             return list(self._members), list(running)
@@ -172,8 +171,7 @@ class PlainSequences:
         self.renew(stays)
 
     def plan_changed(self, chunks: dict[Sequence, int]) -> None:
-        """Add the running sequences to `chunks` that are no members any longer since they were
-        planned."""
+        """Add to `chunks` the running sequences that were planned as members and no longer are."""
         for sequence in self.pop_changed():
             if sequence.row is not None:
                 chunks.setdefault(sequence, 1)
@@ -233,7 +231,7 @@ class PlainSequences:
             self._rows = self._rows.changed(self._gone, self._new)
             self._gone.clear()
             self._new.clear()
-        # No longer due. A plan that checks all sequences has not asked which are.
+        # Plans that check all sequences do not call `pop_due`.
         self._ends.pop(self._counts.num_launched, None)
         self._counts.num_launched += 1
         self._counts.last_step_id = step_id
