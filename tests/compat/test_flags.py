@@ -134,7 +134,10 @@ def test_flags_that_ask_for_the_default_are_accepted() -> None:
         ("serve --tool-parser-plugin x.py", "there is no option --tool-parser-plugin: a dialect"),
         ("serve --h11-max-header-count 9", "there is no option --h11-max-header-count: a call's"),
         ("serve --api-server-count 2", "--api-server-count is '2', but must be 1"),
-        ("serve --spec-type draft-dflash", "--spec-type is 'draft-dflash', but of heads only 'mtp"),
+        (
+            "serve --spec-type draft-dflash",
+            "--spec-type is 'draft-dflash', but this version drafts",
+        ),
         ("serve --spec-type x", "--spec-type is 'x', but must be none, or some of ngram-simple"),
         ("serve --spec-type", "--spec-type is missing its value"),
         (

@@ -68,7 +68,7 @@ def test_other_heads_are_refused_by_name(method: str) -> None:
     ):
         EngineOptions.from_mapping({"speculative_config": {"method": method}})
     given = {"method": method, "model": "org/head", "num_speculative_tokens": 3}
-    with pytest.raises(ConfigurationError, match="in this version; the option speculation"):
+    with pytest.raises(ConfigurationError, match="the option speculation names a proposer"):
         EngineOptions.from_mapping({"speculative_config": given})
 
 
