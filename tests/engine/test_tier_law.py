@@ -29,7 +29,7 @@ def test_nothing_that_happens_in_a_tier_changes_a_token(
             counts = run_case(folder, case, alone, tmp_path)
             num_preempted = counts.pop("preempted")
             assert counts.total() == 9
-            # With all kinds, a row gets so many blocks at first that no row has to grow.
+            # With all kinds of layers, a row's first blocks have room for all of its tokens.
             if num_preempted or kind == "all kinds":
                 break
         else:

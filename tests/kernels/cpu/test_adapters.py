@@ -1,10 +1,6 @@
 """Adapters of packed linears: the definition within its bounds, and bitwise against themselves
 over batches, neighbours, slots and threads."""
 
-import platform
-import re
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -12,7 +8,6 @@ import torch
 from tests.pairwise import pairwise
 from torch.nn import functional
 
-from quire.kernels.cpu import build
 from quire.kernels.cpu.abi import Epilogue, WeightLayout
 from quire.kernels.cpu.adapters.packed_adapters import (
     PackedAdapters,
@@ -332,18 +327,3 @@ def test_other_rows_and_other_linears_are_named(kernels: NativeKernels) -> None:
         adapted(kernels, x, [0, 1])
     with pytest.raises(ValueError, match="a linear with 32 inputs and 20 outputs"):
         apply(kernels, other.linear, x, adapter=adapted.adapters)
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads assembly of x86-64")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
-def test_requests_of_weights_are_not_left_out() -> None:
-    """g++ takes a function that only prefetches for one without effects."""
-    source = build.SOURCES / "adapters" / "adapters.cpp"
-    options = [*build.COMMON_FLAGS, *build.isa_flags()["avx2"], "-DQUIRE_ISA=avx2", "-S", "-o-"]
-    command = ["g++", *options, f"-I{build.SOURCES}", str(source)]
-    assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    body = re.search(r"^\S*panel_deltas\S*:$(.*?)\.cfi_endproc", assembly, re.MULTILINE | re.DOTALL)
-    assert body is not None
-    # Those of this linear's panels are in a function of their own, or not.
-    assert "prefetch_panel" in body[1] or body[1].count("prefetch") > 1
-    assert "prefetch" in re.sub(r".*prefetch_panel.*", "", body[1])
